@@ -1,0 +1,1 @@
+"""Fused graphs to native code."""

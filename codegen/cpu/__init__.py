@@ -1,0 +1,1 @@
+"""CPU targets, object code and the flat image."""

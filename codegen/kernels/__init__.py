@@ -1,0 +1,1 @@
+"""Kernels, one operator family per file."""

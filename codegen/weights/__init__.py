@@ -1,0 +1,1 @@
+"""Interleaved weight layouts, one block type per class."""

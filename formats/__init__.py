@@ -1,0 +1,1 @@
+"""Bytes on disk: GGUF container, ggml block types, artifact manifest, native ABI."""

@@ -1,0 +1,144 @@
+"""The artifact manifest: the one definition of what an artifact file holds besides weights and code.
+
+The manifest travels as JSON text in the GGUF key ``ggufc.manifest``. Dimensions are affine forms ``{"": constant, "T": 2}``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT_VERSION = 1
+MANIFEST_KEY = "ggufc.manifest"
+VERSION_KEY = "ggufc.format_version"
+GRAPH_KEY = "ggufc.graph."
+DIGEST_KEY = "ggufc.digest."
+IMAGE_TENSOR = "ggufc.image"
+
+Affine = dict[str, int]
+
+
+def evaluate(form: Affine, env: dict[str, int]) -> int:
+    """Value of an affine form; the key ``""`` holds the constant."""
+    return sum(k * (env[s] if s else 1) for s, k in form.items())
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A piece of the activation arena; ``sizes`` are alternatives in bytes, the largest counts. ``holders`` name the values that live in it."""
+
+    sizes: list[Affine]
+    holders: list[str] = []
+
+
+class Input(msgspec.Struct, frozen=True):
+    """A runtime input; ``kind`` says how the runtime fills it (docs/architecture.md section 3)."""
+
+    name: str
+    kind: str
+    dtype: str
+    ne: list[Affine]
+    window: int = 0
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """A persistent KV resource of ``C`` rows; ``row`` values of ``dtype`` per row."""
+
+    name: str
+    layer: int
+    part: str  # "k" or "v"
+    dtype: str
+    row: int
+
+
+class Arg(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One kernel argument.
+
+    ``kind``: ``weight`` (name, byte offset), ``slot`` (index, byte offset), ``input``/``output``/``cache`` (name), ``int`` (value), ``null``.
+    """
+
+    kind: str
+    name: str = ""
+    value: int = 0
+    offset: int = 0
+
+
+class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``kernel`` over ``mult * ceil(sym / div)`` tiles; ``wait``: first launch that must be complete before this one, -1 for none."""
+
+    kernel: int
+    args: list[Arg]
+    node: str
+    sym: str = ""
+    div: int = 1
+    mult: int = 1
+    wait: int = -1
+    bytes: Affine = {}
+    flops: Affine = {}
+
+
+class Kernel(msgspec.Struct, frozen=True):
+    """A function of the image: ``symbol`` at byte ``offset``; ``signature`` is its human-readable specification."""
+
+    symbol: str
+    signature: str
+    offset: int
+    size: int
+    scratch: int = 0
+
+
+class Fixup(msgspec.Struct, frozen=True):
+    """A cache write at a moving offset: argument ``arg`` of ``launch`` is cache base + head * ``step`` bytes."""
+
+    launch: int
+    arg: int
+    cache: str
+    step: int
+    node: str
+
+
+class Program(msgspec.Struct, frozen=True):
+    """One graph, scheduled. ``outputs`` maps output names to their ``ne``; all outputs are f32."""
+
+    name: str
+    launches: list[Launch]
+    slots: list[Slot]
+    inputs: list[Input]
+    outputs: dict[str, list[Affine]]
+    fixups: list[Fixup] = []
+    reuse_key: list[tuple[str, int | str | bool]] = []
+    node_budget: int = 0
+    nodes: int = 0
+    fusions: dict[str, int] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything the runtime needs to know about an artifact."""
+
+    abi: int
+    arch: str
+    source_sha256: str
+    source_name: str
+    target: str  # triple
+    level: str  # name of the feature level
+    features: list[str]  # CPU features the image needs, LLVM names without "+"
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_layer: int
+    type_k: str
+    type_v: str
+    caches: list[Cache]
+    programs: list[Program]
+    kernels: list[Kernel]
+    drivers: dict[str, int]  # ggufc_worker, ggufc_eval: byte offsets in the image
+    options: dict[str, str] = {}
+    generator: str = "ggufc"
+    rope_shift: dict[str, float | int | str] = {}
+
+
+def dumps(manifest: Manifest) -> str:
+    return msgspec.json.encode(manifest).decode()
+
+
+def loads(text: str) -> Manifest:
+    """Decode and type-check; raises ``msgspec.ValidationError`` on anything unexpected."""
+    return msgspec.json.decode(text, type=Manifest)

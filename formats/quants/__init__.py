@@ -1,0 +1,1 @@
+"""Reference dequantisers and quantisers of ggml block types."""

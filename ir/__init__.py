@@ -1,0 +1,1 @@
+"""The graph: types, operators, text, verifier, reference interpreter."""

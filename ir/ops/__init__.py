@@ -1,0 +1,1 @@
+"""Declared operators, one family per file."""

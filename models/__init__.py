@@ -1,0 +1,1 @@
+"""Architectures: hyperparameters and weights to unfused graphs."""

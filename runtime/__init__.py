@@ -1,0 +1,1 @@
+"""Artifacts, execution, caches, tokenizers and sessions."""

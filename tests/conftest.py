@@ -1,0 +1,66 @@
+"""Shared fixtures: golden folders, golden text files, real models, CPU-feature markers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLED_GOLDEN = Path(__file__).resolve().parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the expected text files instead of comparing")
+
+
+def golden_dirs() -> list[Path]:
+    """The bundled subset, then the full set when it lies beside the repository or where GGUFC_GOLDEN points."""
+    found = [BUNDLED_GOLDEN]
+    for candidate in (os.environ.get("GGUFC_GOLDEN"), ROOT.parent / "shared" / "golden"):
+        if candidate and Path(candidate).is_dir():
+            found.append(Path(candidate))
+            break
+    return found
+
+
+def golden_cases(*prefixes: str) -> list[Path]:
+    """Folders of golden cases whose name starts with one of the prefixes; a case of the full set hides its bundled copy."""
+    cases: dict[str, Path] = {}
+    for root in golden_dirs():
+        for path in sorted(root.iterdir()) if root.is_dir() else []:
+            if (path / "case.json").is_file() and path.name.startswith(prefixes):
+                cases[path.name] = path
+    return [cases[name] for name in sorted(cases)]
+
+
+@pytest.fixture
+def golden_text(request: pytest.FixtureRequest):
+    """Compare ``str(result)`` with a file beside the test; ``--update-golden`` rewrites it."""
+
+    def check(result: object, name: str) -> None:
+        path = Path(request.fspath).parent / "expected" / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(str(result))
+        assert path.is_file(), f"{path} is missing; run pytest with --update-golden"
+        assert str(result) == path.read_text()
+
+    return check
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``isa(...)`` on machines without those CPU features."""
+    features: set[str] | None = None
+    for item in items:
+        mark = item.get_closest_marker("isa")
+        if mark is None:
+            continue
+        if features is None:
+            from ggufc.runtime.cpuinfo import host_features
+
+            features = set(host_features())
+        missing = [f for f in mark.args if f not in features]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"CPU lacks {', '.join(missing)}"))
