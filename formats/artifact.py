@@ -40,13 +40,19 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """A persistent KV resource of ``C`` rows; ``row`` values of ``dtype`` per row."""
+    """A persistent KV resource of ``C`` rows; ``row`` values (heads of ``head`` values each) of ``dtype`` per row.
+
+    ``rope`` holds the attributes of the operator that rotated the keys (empty for values and unrotated keys): what a K-shift needs.
+    """
 
     name: str
     layer: int
     part: str  # "k" or "v"
     dtype: str
     row: int
+    head: int
+    window: int = 0
+    rope: dict[str, float | int | str] = {}
 
 
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -132,7 +138,6 @@ class Manifest(msgspec.Struct, frozen=True):
     drivers: dict[str, int]  # ggufc_worker, ggufc_eval: byte offsets in the image
     options: dict[str, str] = {}
     generator: str = "ggufc"
-    rope_shift: dict[str, float | int | str] = {}
 
 
 def dumps(manifest: Manifest) -> str:
