@@ -1,0 +1,5 @@
+"""``python -m ggufc``."""
+
+from ggufc.cli import main
+
+main()

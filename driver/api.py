@@ -1,0 +1,112 @@
+"""The Python API: ``compile`` a model, ``load`` a model or artifact as a session.
+
+Both take what the command line takes: a path, an alias (``smollm2``, ``gemma3-270m``), ``hf:ORG/REPO[:FILE]`` or an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ggufc import cache
+from ggufc.files import Progress
+from ggufc.resolve import is_artifact, model_file
+
+if TYPE_CHECKING:
+    from ggufc.codegen.compile import CompileReport
+    from ggufc.runtime import Session
+
+Say = Callable[[str], None]
+
+
+def compile(
+    source: str | Path,
+    output: str | Path,
+    *,
+    target: str = "native",
+    type_k: str = "f16",
+    type_v: str = "f16",
+    passes: str | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> CompileReport:
+    """Compile a GGUF model into the artifact ``output``, which appears whole or not at all.
+
+    ``target`` is ``native``, a feature level or a list of CPU features; ``type_k`` and ``type_v`` are the dtypes of the KV cache; ``passes``
+    replaces the pass pipeline; ``jobs`` bounds the processes used. Raises ``GgufcError``.
+    """
+    from ggufc.codegen.compile import CompileOptions, compile_file
+
+    options = CompileOptions(target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs)
+    return compile_file(model_file(str(source)), Path(output), options, progress)
+
+
+def cached_artifact(
+    source: Path,
+    options: Mapping[str, str],
+    *,
+    jobs: int | None = None,
+    say: Say = lambda _: None,
+    progress: Progress | None = None,
+) -> Path:
+    """The artifact of a model file from the cache, compiled if need be.
+
+    ``options``: ``target``, ``type_k``, ``type_v``, ``passes`` (``""`` = default pipeline), as text, because they are part of the cache key.
+    """
+    key = dict(options)
+    if key["target"] == "native":
+        from ggufc.runtime.cpuinfo import host_features
+
+        key["host"] = ",".join(sorted(host_features()))
+
+    def build(output: Path) -> None:
+        from ggufc.codegen.compile import CompileOptions, compile_file
+
+        say(f"compiling {source.name}")
+        compile_options = CompileOptions(
+            target=options["target"], type_k=options["type_k"], type_v=options["type_v"], pipeline=options["passes"] or None, jobs=jobs
+        )
+        compile_file(source, output, compile_options, progress)
+
+    return cache.fetch(source, key, build, waiting=lambda: say(f"another process is compiling {source.name}, waiting for it"))
+
+
+def artifact_for(
+    reference: str,
+    *,
+    target: str = "native",
+    type_k: str = "f16",
+    type_v: str = "f16",
+    passes: str | None = None,
+    jobs: int | None = None,
+    say: Say = lambda _: None,
+    progress: Progress | None = None,
+    quiet: bool = True,
+) -> Path:
+    """The artifact behind any model reference: an artifact itself, or a model compiled to the cache."""
+    path = model_file(reference, say=say, progress=progress, quiet=quiet)
+    if is_artifact(path):
+        return path
+    options = {"target": target, "type_k": type_k, "type_v": type_v, "passes": passes or ""}
+    return cached_artifact(path, options, jobs=jobs, say=say, progress=progress)
+
+
+def load(
+    source: str | Path,
+    *,
+    target: str = "native",
+    type_k: str = "f16",
+    type_v: str = "f16",
+    progress: Progress | None = None,
+    **session_options: Any,
+) -> Session:
+    """Open a model or artifact as a ``Session``; a model file is compiled to the cache first.
+
+    ``session_options`` (``n_ctx``, ``n_threads``, ...) are those of ``Session``. ``type_k`` and ``type_v`` are fixed at compile time and
+    therefore ignored for an artifact. Raises ``GgufcError``.
+    """
+    from ggufc.runtime import Session
+
+    artifact = artifact_for(str(source), target=target, type_k=type_k, type_v=type_v, progress=progress)
+    return Session(artifact, **session_options)

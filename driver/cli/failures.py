@@ -1,0 +1,84 @@
+"""How the command line ends: exit codes, one-line errors, signals.
+
+0 success, 2 an error the user can act on (stderr, no traceback), 1 a defect of ggufc itself, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import click
+
+from ggufc.formats.errors import GgufcError
+
+OK, DEFECT, ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+def run(command: click.Command, arguments: Sequence[str]) -> int:
+    """Run ``command`` and return the exit code; nothing escapes except tracebacks asked for with ``--debug``."""
+    debug = "--debug" in arguments[:1]
+    # SIGTERM unwinds like an exception, so that temporary files are removed.
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        result = command.main(list(arguments), prog_name="ggufc", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else OK
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ERROR
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted", prefix="")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_gone()
+    except (GgufcError, OSError, UnicodeError, MemoryError) as error:
+        if debug:
+            raise
+        _say(describe(error))
+        return ERROR
+    except Exception as error:
+        if debug:
+            raise
+        _say(f"internal error, {type(error).__name__}: {error}; `ggufc --debug ...` shows where. Please report it with that output.")
+        return DEFECT
+
+
+def describe(error: BaseException) -> str:
+    """The error as a sentence."""
+    if isinstance(error, OSError):
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            where = f" ({error.filename})" if error.filename else ""
+            return f"the disk is full{where}; free space or choose another folder (GGUFC_HOME names the cache)"
+        if error.filename and error.strerror:
+            return f"{os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename}: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"the text is not UTF-8 (byte {error.start}: {error.reason})"
+    if isinstance(error, MemoryError):
+        return f"out of memory; use a smaller -c or -ub{': ' + str(error) if str(error) else ''}"
+    return str(error) or type(error).__name__
+
+
+def _say(message: str, prefix: str = "ggufc: error: ") -> None:
+    try:
+        sys.stderr.write(f"{prefix}{message}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass  # nobody reads stderr any more; the exit code still tells
+
+
+def _reader_gone() -> int:
+    """The reader of our output closed the pipe (``ggufc ... | head``): end quietly, also at interpreter shutdown."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    return OK
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)

@@ -1,0 +1,76 @@
+"""Writing files so that a reader never sees half of one, and saying sizes in words."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ggufc.errors import DriverError
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, total)``; ``total`` is 0 when unknown."""
+
+CHUNK = 1 << 20
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` that becomes ``path`` when the block ends well and is removed when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp makes files private; the result gets the permissions that open() would have given it.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def sha256_file(path: Path, progress: Progress | None = None) -> str:
+    """SHA-256 of a file in hexadecimal, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    total = path.stat().st_size
+    done = 0
+    with path.open("rb") as stream:
+        while piece := stream.read(CHUNK):
+            digest.update(piece)
+            done += len(piece)
+            if progress:
+                progress("checking", done, total)
+    return digest.hexdigest()
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Refuse before a long transfer what the disk cannot hold; raises ``DriverError``."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DriverError(f"{what} needs {size_words(needed)}, but only {size_words(free)} are free in {folder}; free space or choose another folder")
+
+
+def size_words(size: float) -> str:
+    """``98362432`` -> ``93.8 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

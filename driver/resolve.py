@@ -1,0 +1,44 @@
+"""From what the user names to a file: path, artifact, alias or address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ggufc import cache
+from ggufc.errors import DriverError
+from ggufc.files import Progress
+from ggufc.formats.artifact import VERSION_KEY
+from ggufc.pull import describe, is_remote, local_path, pull
+from ggufc.registry import ALIASES
+
+_SNIFF_BYTES = 1 << 16
+
+
+def is_artifact(path: Path) -> bool:
+    """True when the file is a compiled artifact rather than a model.
+
+    The compiler writes ``ggufc.format_version`` as the first metadata key, so its first 64 KiB tell; whether the file is *sound* is for
+    the bounded reader to say.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(_SNIFF_BYTES)
+    return head[:4] == b"GGUF" and VERSION_KEY.encode() in head
+
+
+def model_file(reference: str, *, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None, quiet: bool = True) -> Path:
+    """The file behind ``reference``; aliases and addresses that are not here yet are pulled, which ``say`` announces."""
+    path = Path(reference).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise DriverError(f"{reference} is a folder; name the .gguf file or artifact in it")
+    if not is_remote(reference):
+        known = ", ".join(sorted(ALIASES))
+        raise DriverError(f"there is no file {reference!r}, and it is no known alias ({known}), hf:ORG/REPO[:FILE] or http(s) address")
+    here = local_path(reference)
+    if here:
+        return here
+    detail = describe(reference)
+    say(f"{reference} is not here yet, pulling it" + (f": {detail}" if detail else ""))
+    return pull(reference, progress=progress, quiet=quiet)
