@@ -118,4 +118,4 @@ def _check_default_ids(values: dict[str, Value], tokens: Value, path: object) ->
     defaults = _DEFAULT_IDS.get(str(model.get()), ()) if model else ()
     for name, token in zip(defaults[::2], defaults[1::2]):
         if f"tokenizer.ggml.{name}_token_id" not in values and int(token) >= tokens.count:
-            _refuse(tokens, path, f"the vocabulary of {tokens.count} tokens has no token {token}, the default {name} id of its tokenizer model")
+            _refuse(tokens, path, f"the vocabulary of {tokens.count} tokens has no token {token}, the default {name} id of its model")

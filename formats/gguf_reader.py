@@ -97,7 +97,7 @@ class GGUFFile:
             digest = hashlib.sha256()
             for data in self._bytes:
                 for at in range(0, len(data), _HASH_CHUNK):
-                    digest.update(data[at : at + _HASH_CHUNK])
+                    digest.update(data[at : at + _HASH_CHUNK].data)
             self._sha256 = digest.hexdigest()
         return self._sha256
 
