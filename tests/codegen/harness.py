@@ -1,0 +1,85 @@
+"""Runs single kernels in the test process: emit, link, map, call with numpy arrays surrounded by sentinel bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+
+from ggufc.codegen.cpu import driver, image, objectcode
+from ggufc.codegen.cpu.target import LEVELS, Target, host_features, resolve
+from ggufc.codegen.emitter import Emitter
+from ggufc.codegen.kernels.base import KernelSpec, symbol
+from ggufc.formats.abi import PARAMS
+
+SENTINEL = 0xA5
+GUARD = 256
+
+
+def runnable_targets() -> list[Target]:
+    """Every feature level this machine can run."""
+    have = host_features()
+    return [resolve(name) for name, features in LEVELS.items() if have.issuperset(features)]
+
+
+class Loaded:
+    """An image mapped executable."""
+
+    def __init__(self, img: image.Image) -> None:
+        size = max(len(img.code), 1)
+        self._map = mmap.mmap(-1, size, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        self._map.write(img.code)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.symbols = img.symbols
+
+    def address(self, name: str) -> int:
+        return self.base + self.symbols[name][0]
+
+
+def build(specs: Sequence[KernelSpec], target: Target) -> Loaded:
+    objects = []
+    for spec in specs:
+        module = objectcode.new_module(target, symbol(spec))
+        spec.emit(Emitter(module, target, symbol(spec)))
+        objects.append(objectcode.emit_object(target, module))
+    module = objectcode.new_module(target, "driver")
+    driver.emit_driver(module, target)
+    objects.append(objectcode.emit_object(target, module))
+    return Loaded(image.link(objects))
+
+
+class Guarded:
+    """A copy of an array with sentinel bytes on both sides, 64-byte aligned; ``check`` fails if a kernel wrote outside."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        raw = np.full(array.nbytes + 2 * GUARD + 64, SENTINEL, np.uint8)
+        start = GUARD + (-(raw.ctypes.data + GUARD)) % 64
+        self._raw, self._start, self._size = raw, start, array.nbytes
+        self.array = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        self.array[...] = array
+
+    @property
+    def address(self) -> int:
+        return self._raw.ctypes.data + self._start
+
+    def check(self) -> None:
+        outside = np.concatenate([self._raw[: self._start], self._raw[self._start + self._size :]])
+        assert (outside == SENTINEL).all(), "a kernel wrote outside its buffer"
+
+
+def run(spec: KernelSpec, target: Target, args: Sequence[np.ndarray | int | None], tiles: int, *, loaded: Loaded | None = None, **params: int) -> list[np.ndarray | None]:
+    """Call ``spec`` for tiles 0..tiles-1; arrays are passed by guarded copy and returned after the call, in argument order."""
+    loaded = loaded or build([spec], target)
+    guarded = [Guarded(a) if isinstance(a, np.ndarray) else None for a in args]
+    words = np.array([g.address if g else (a or 0) for g, a in zip(guarded, args)], np.int64)
+    values = np.array([params.get(name, 0) for name in PARAMS], np.int64)
+    scratch = Guarded(np.zeros(max(64, spec.scratch_bytes(target)), np.uint8))
+    fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(loaded.address(symbol(spec)))
+    for tile in range(tiles):
+        fn(words.ctypes.data, values.ctypes.data, tile, scratch.address)
+    for g in [*guarded, scratch]:
+        if g:
+            g.check()
+    return [g.array if g else None for g in guarded]
