@@ -25,28 +25,11 @@ from ggufc.errors import DriverError
 from ggufc.files import write_text
 from ggufc.formats.abi import ABI_VERSION
 from ggufc.formats.artifact import FORMAT_VERSION
+from ggufc.runtime.paths import artifacts_dir, cache_dir, models_dir
 
 SUFFIX = ".ggufc"
 _COMPILER_ROOMS = ("formats", "ir", "models", "passes", "codegen")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-
-
-def root() -> Path:
-    """``$GGUFC_HOME``, else ``$XDG_CACHE_HOME/ggufc``, else ``~/.cache/ggufc``."""
-    if home := os.environ.get("GGUFC_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "ggufc"
-
-
-def models_dir() -> Path:
-    """Where pulled model files live."""
-    return root() / "models"
-
-
-def artifacts_dir() -> Path:
-    """Where compiled artifacts live."""
-    return root() / "artifacts"
 
 
 def shards(source: Path) -> list[Path]:
@@ -174,7 +157,7 @@ def remove(entry: Entry) -> None:
     """Delete an entry with its notes; only paths inside the cache are accepted."""
     path = entry.path
     if path.parent not in {models_dir(), artifacts_dir()}:
-        raise DriverError(f"{path} is not inside the cache {root()}")
+        raise DriverError(f"{path} is not inside the cache {cache_dir()}")
     if path.is_dir():
         for file in path.iterdir():
             file.unlink()

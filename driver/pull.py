@@ -20,6 +20,7 @@ from ggufc.download import check_digest_text, download, file_name
 from ggufc.errors import DriverError
 from ggufc.files import CHUNK, Progress, replacing, require_space, sha256_file, size_words
 from ggufc.registry import ALIASES, Alias, Piece
+from ggufc.runtime.paths import models_dir
 
 GGUF_MAGIC = b"GGUF"
 
@@ -32,9 +33,9 @@ def is_remote(reference: str) -> bool:
 def local_path(reference: str) -> Path | None:
     """Where the file of an alias or address is when it has been pulled, else None. Never touches the network."""
     if reference in ALIASES:
-        path = cache.models_dir() / ALIASES[reference].file_name
+        path = models_dir() / ALIASES[reference].file_name
     elif reference.startswith(("http://", "https://")):
-        path = cache.models_dir() / file_name(reference)
+        path = models_dir() / file_name(reference)
     elif reference.startswith("hf:"):
         return _hub_local(*parse_hub_reference(reference))
     else:
@@ -81,7 +82,7 @@ def pull(reference: str, output: Path | None = None, *, sha256: str = "", progre
 
 def _target(output: Path | None, name: str) -> Path:
     if output is None:
-        return cache.models_dir() / name
+        return models_dir() / name
     return output / name if output.is_dir() else output
 
 

@@ -55,7 +55,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             where = f" ({error.filename})" if error.filename else ""
-            return f"the disk is full{where}; free space or choose another folder (GGUFC_HOME names the cache)"
+            return f"the disk is full{where}; free space or choose another folder (GGUFC_CACHE names the cache)"
         if error.filename and error.strerror:
             return f"{os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename}: {error.strerror}"
     if isinstance(error, UnicodeDecodeError):

@@ -1,0 +1,101 @@
+"""Options that several commands share, spelled as llama.cpp spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from ggufc.runtime import Session
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator out of several, in reading order."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def _either_model(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """``-m MODEL`` and the positional MODEL are the same thing; exactly one of them must be given."""
+    positional = ctx.params.get("model")
+    if value is not None and positional is not None:
+        raise click.UsageError(f"The model is named twice: {positional!r} and -m {value!r}.")
+    if value is None and positional is None:
+        raise click.UsageError("Name a model: `MODEL` or `-m MODEL` (a file, an artifact, smollm2, gemma3-270m, hf:ORG/REPO).")
+    if value is not None:
+        ctx.params["model"] = value
+    return value
+
+
+# The argument is eager so that it is known when -m is looked at.
+model: Callable[[F], F] = stack(
+    click.argument("model", required=False, is_eager=True),
+    click.option("-m", "--model", "model_option", metavar="MODEL", expose_value=False, callback=_either_model, help="The same as MODEL."),
+)
+
+cache_types: Callable[[F], F] = stack(
+    click.option("-ctk", "--cache-type-k", "type_k", default=None, metavar="TYPE", help="dtype of the K cache: f16 (default) or f32."),
+    click.option("-ctv", "--cache-type-v", "type_v", default=None, metavar="TYPE", help="dtype of the V cache: f16 (default) or f32."),
+)
+
+build: Callable[[F], F] = stack(
+    cache_types,
+    click.option("--target", default="native", show_default=True, metavar="LEVEL|FEATURES", help="CPU to compile for."),
+)
+
+threads: Callable[[F], F] = click.option(
+    "-t", "--threads", type=click.IntRange(1, 1024), default=None, help="Threads (default: physical cores available)."
+)
+
+context: Callable[[F], F] = stack(
+    click.option("-c", "--ctx-size", type=click.IntRange(0), default=0, help="Tokens the KV cache holds; 0 (default) lets ggufc choose."),
+    click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once."),
+    click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Most tokens evaluated at once."),
+    threads,
+)
+
+sampling: Callable[[F], F] = stack(
+    click.option("--temp", type=click.FloatRange(0), default=None, help="Temperature; 0 takes the most likely token."),
+    click.option("--top-k", type=click.IntRange(0), default=None, help="Keep the k most likely tokens; 0 = all."),
+    click.option("--top-p", type=click.FloatRange(0, 1), default=None, help="Keep the fewest tokens of this total probability."),
+    click.option("--min-p", type=click.FloatRange(0, 1), default=None, help="Keep tokens at least this likely relative to the best."),
+    click.option("--repeat-penalty", type=click.FloatRange(0, min_open=True), default=None, help="Penalise recent tokens; 1 = off."),
+    click.option("--repeat-last-n", type=click.IntRange(-1), default=None, help="Tokens the penalty looks back on; -1 = all."),
+    click.option("-s", "--seed", type=int, default=None, help="Random seed; -1 (default) takes a new one each time."),
+)
+
+predict: Callable[[F], F] = click.option(
+    "-n", "--predict", "n_predict", type=click.IntRange(-1), default=-1, help="Most tokens to generate; -1 (default): until the model ends."
+)
+
+output: Callable[[F], F] = click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write here instead of stdout.")
+
+
+def sampling_options(given: dict[str, Any]) -> Any:
+    """``SamplingOptions`` from the options of ``sampling``; what was not given keeps the runtime's default."""
+    from ggufc.runtime import SamplingOptions
+
+    chosen = {name: given[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed") if given[name] is not None}
+    return SamplingOptions(**chosen)
+
+
+def artifact(model: str, type_k: str | None = None, type_v: str | None = None, target: str = "native", expect_digest: str = "") -> Path:
+    """The artifact of a model reference, pulled and compiled as needed with progress on stderr."""
+    from ggufc.api import artifact_for
+    from ggufc.cli import terminal
+
+    with terminal.progress() as progress:
+        return artifact_for(
+            model, target=target, type_k=type_k, type_v=type_v, say=terminal.say, progress=progress, quiet=not terminal.is_terminal(),
+            expect_digest=expect_digest,
+        )
