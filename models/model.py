@@ -1,0 +1,117 @@
+"""A loaded model: hyperparameters and checked tensors of one file, ready to build graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ggufc.ir import Graph
+from ggufc.models.architecture import Architecture
+from ggufc.models.attention import ROPE_FACTORS
+from ggufc.models.blocks import Builder
+from ggufc.models.hparams import HParams
+from ggufc.models.step import Step
+from ggufc.models.weights import TensorSpec, Weights
+
+OBSERVATIONS = "observations"
+"""Key of ``graph.analysis`` that holds what the builder observed: the reuse key in plain data."""
+NODE_ESTIMATE = "node-estimate"
+"""Key of ``graph.analysis`` that holds the family's node budget for this graph."""
+
+
+class CacheInfo(msgspec.Struct, frozen=True):
+    """One persistent KV resource of a model: ``width`` values per cell, in heads of ``head_dim``.
+
+    ``rope`` holds what rotated the keys (empty for values and keys that are not rotated), ``window`` the layer's attention window.
+    """
+
+    name: str
+    layer: int
+    part: str
+    dtype: str
+    width: int
+    head_dim: int
+    window: int
+    rope: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Hyperparameters and weights of one file under its architecture; made by ``load_model``."""
+
+    architecture: Architecture
+    hparams: HParams
+    weights: Weights
+
+    @property
+    def arch(self) -> str:
+        return self.architecture.name
+
+    @property
+    def n_layer(self) -> int:
+        return self.hparams.n_layer
+
+    @property
+    def n_embd(self) -> int:
+        return self.hparams.n_embd
+
+    @property
+    def n_vocab(self) -> int:
+        return self.hparams.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        return self.hparams.n_ctx_train
+
+    @property
+    def required_tensors(self) -> dict[str, TensorSpec]:
+        """The tensors no file of this shape may lack, by name."""
+        return {spec.name: spec for spec in self.architecture.tensors(self.hparams, self.weights) if not spec.optional}
+
+    def build(self, step: Step | None = None, name: str = "decode") -> Graph:
+        """The unfused evaluation graph for ``step`` (default: a step with default options).
+
+        ``graph.analysis`` records the step's observations and the node estimate, so that passes need neither the model nor the
+        step.
+        """
+        step = step or Step()
+        graph = self.architecture.build(Builder(self.hparams, self.weights, step, name))
+        graph.analysis[OBSERVATIONS] = dict(step.observations)
+        graph.analysis[NODE_ESTIMATE] = self.node_estimate(step)
+        return graph
+
+    def node_estimate(self, step: Step | None = None) -> int:
+        """The most nodes ``build(step)`` can make. Graphs of these families have the same nodes for every step."""
+        return self.architecture.node_estimate(self.hparams)
+
+    def cache_rope(self, layer: int) -> dict[str, Any]:
+        """Attributes of the operator that rotated layer ``layer``'s keys, as a K-shift needs them; empty where keys are not
+        rotated.
+
+        ``factors`` names the tensor of frequency divisors where the model has one.
+        """
+        rope = self.hparams.layers[layer].rope
+        if rope is None:
+            return {}
+        return rope.attrs() | ({"factors": ROPE_FACTORS} if ROPE_FACTORS in self.weights else {})
+
+    def caches(self, options: Mapping[str, Any] | None = None) -> list[CacheInfo]:
+        """The KV resources of every graph of this model, under the builder options ``type_k`` and ``type_v``."""
+        step = Step(options)
+        return [
+            CacheInfo(
+                f"blk.{i}.{part}",
+                i,
+                part,
+                str(step.observe(f"type_{part}")),
+                layer.kv_width,
+                layer.head_dim,
+                layer.window,
+                self.cache_rope(i) if part == "k" else {},
+            )
+            for i, layer in enumerate(self.hparams.layers)
+            for part in ("k", "v")
+        ]

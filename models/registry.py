@@ -1,0 +1,45 @@
+"""The known architectures, and loading a model file under the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ggufc.models.architecture import Architecture
+from ggufc.models.errors import ModelError
+from ggufc.models.gemma3 import GEMMA3
+from ggufc.models.llama import LLAMA
+from ggufc.models.model import Model
+from ggufc.models.weights import check_tensors
+
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA3)}
+
+ARCH_KEY = "general.architecture"
+
+
+class ModelFile(Protocol):
+    """What loading needs of a file: ``formats.GGUFFile`` has it. Tensors have ``ne`` and ``dtype``."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+def load_model(gguf: ModelFile) -> Model:
+    """Hyperparameters and tensors of a file, all checked, nothing built yet.
+
+    Raises ``ModelError`` for an unknown architecture (listing the known ones), a wrong hyperparameter (naming its key) and a
+    missing or unfit tensor (naming it).
+    """
+    name = gguf.metadata.get(ARCH_KEY)
+    if not isinstance(name, str):
+        found = "is missing" if name is None else f"is {name!r}, not a string"
+        raise ModelError(f"key {ARCH_KEY} {found}; this file does not say which model it holds")
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise ModelError(f"architecture {name!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}")
+    hparams = architecture.read(gguf.metadata)
+    weights = check_tensors(architecture.tensors(hparams, gguf.tensors), gguf.tensors, name)
+    return Model(architecture, hparams, weights)

@@ -1,0 +1,110 @@
+"""The shape of one evaluation, as a builder may see it.
+
+A graph serves every step that agrees on what its builder *looked at*. ``Step`` therefore hands out sizes as symbols, which bake
+nothing, and concrete values only through ``observe``, which writes them down. ``Step.observations`` is the graph-reuse key: there
+is no second, hand-kept list that could miss an entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ggufc.ir.dims import Dim, Sym
+from ggufc.models.errors import ModelError
+
+Value = int | bool | str
+
+SYMBOLS = ("T", "O", "C", "KV", "R")
+"""Symbols of an evaluation graph: tokens, rows with logits, cache cells, visible cells (padded), cell list entries."""
+
+OPTIONS: dict[str, Value] = {"type_k": "f16", "type_v": "f16", "embd_input": False}
+"""Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input."""
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
+
+_PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")
+_COMPARE = {
+    "<": int.__lt__,
+    "<=": int.__le__,
+    ">": int.__gt__,
+    ">=": int.__ge__,
+    "==": int.__eq__,
+    "!=": int.__ne__,
+}
+
+
+class Step:
+    """One evaluation's shape and options.
+
+    ``options`` overrides ``OPTIONS``; ``sizes`` gives concrete values of symbols (``{"T": 1, "KV": 256}``) and of anything else a
+    builder may compare with. Sizes are needed only by builders that observe them: a graph built without looking serves all sizes.
+    ``ModelError`` for an option or value that does not exist.
+    """
+
+    T: Dim = Sym("T")
+    O: Dim = Sym("O")
+    C: Dim = Sym("C")
+    KV: Dim = Sym("KV")
+    R: Dim = Sym("R")
+
+    def __init__(self, options: Mapping[str, Value] | None = None, sizes: Mapping[str, int] | None = None) -> None:
+        self._values: dict[str, Value] = dict(OPTIONS)
+        for name, value in (options or {}).items():
+            self._values[name] = _checked(name, value)
+        self._values.update(sizes or {})
+        self._observations: dict[str, Value] = {}
+
+    @property
+    def observations(self) -> dict[str, Value]:
+        """What the builder looked at, sorted by name: equal observations mean an equal graph."""
+        return dict(sorted(self._observations.items()))
+
+    def observe(self, name: str) -> Value:
+        """The concrete value of an option or size, or the truth of a predicate ``"a < b"`` over sizes and integers; recorded.
+
+        A predicate records only its truth, so a graph built for ``T > 8`` serves every T above 8.
+        """
+        value = self._evaluate(name)
+        self._observations[name] = value
+        return value
+
+    def key(self) -> tuple[tuple[str, Value], ...]:
+        """The observations as a hashable key."""
+        return tuple(self.observations.items())
+
+    def matches(self, observations: Mapping[str, Value]) -> list[str]:
+        """Why a graph built under ``observations`` cannot serve this step, as ``"T: 1 -> 2"``; empty when it can."""
+        reasons = []
+        for name, then in observations.items():
+            now = self._evaluate(name)
+            if now != then:
+                reasons.append(f"{name}: {then} -> {now}")
+        return reasons
+
+    def _evaluate(self, name: str) -> Value:
+        if name in self._values:
+            return self._values[name]
+        match = _PREDICATE.match(name)
+        if match is None:
+            raise ModelError(f"the builder asks for {name!r}, which this step does not say; known are {', '.join(sorted(self._values))}")
+        left, right = (self._operand(name, match[i]) for i in (1, 3))
+        return _COMPARE[match[2]](left, right)
+
+    def _operand(self, predicate: str, text: str) -> int:
+        if text.isdigit():
+            return int(text)
+        value = self._values.get(text)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"the builder asks whether {predicate!r}, but this step has no number {text!r}; give it in sizes")
+        return value
+
+
+def _checked(name: str, value: Value) -> Value:
+    if name not in OPTIONS:
+        raise ModelError(f"builder option {name!r} is unknown; known are {', '.join(sorted(OPTIONS))}")
+    if type(value) is not type(OPTIONS[name]):
+        raise ModelError(f"builder option {name!r} must be a {type(OPTIONS[name]).__name__}, not {value!r}")
+    if name in ("type_k", "type_v") and value not in CACHE_TYPES:
+        raise ModelError(f"builder option {name!r}: a KV cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
+    return value
