@@ -1,6 +1,7 @@
 """The artifact manifest: the one definition of what an artifact file holds besides weights and code.
 
-The manifest travels as JSON text in the GGUF key ``ggufc.manifest``. Dimensions are affine forms ``{"": constant, "T": 2}``.
+The manifest travels as JSON text in the GGUF key ``ggufc.manifest``. Dimensions and sizes are forms ``{"": constant, "T": 2}``; a key such
+as ``KV*T`` is a product of symbols (only graphs with unfused attention have those).
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ Affine = dict[str, int]
 
 
 def evaluate(form: Affine, env: dict[str, int]) -> int:
-    """Value of an affine form; the key ``""`` holds the constant."""
-    return sum(k * (env[s] if s else 1) for s, k in form.items())
+    """Value of a form; the key ``""`` holds the constant."""
+    total = 0
+    for key, factor in form.items():
+        for symbol in key.split("*") if key else ():
+            factor *= env[symbol]
+        total += factor
+    return total
 
 
 class Slot(msgspec.Struct, frozen=True):
