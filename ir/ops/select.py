@@ -1,0 +1,106 @@
+"""Choosing and rearranging by index: row look-up, sorting, largest elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggufc.ir.dims import IntDim
+from ggufc.ir.errors import IRError
+from ggufc.ir.ops.base import Attr, Call, Op, Operand, register
+from ggufc.ir.storage import Stored
+from ggufc.ir.types import TensorType
+
+if TYPE_CHECKING:
+    from ggufc.ir.graph import Node
+
+
+@register
+class GetRows(Op):
+    """Row ``idx[t]`` of ``a`` for each ``t``, dequantised to f32."""
+
+    name = "get_rows"
+    operands = (Operand("a", "table [K, N]", "any", min_rank=2, max_rank=2, stored=True), Operand("idx", "rows wanted [T]", "i32", max_rank=1))
+
+    def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
+        a, idx = operands[0].type, operands[1].type
+        if a.dtype == "i32":
+            raise IRError(f"get_rows: the table is {a}; integer tables are not looked up.")
+        return TensorType("f32", (a.ne[0], idx.ne[0]))
+
+    def evaluate(self, call: Call) -> np.ndarray:
+        table, idx = call.args
+        rows = call.types[0].ne[1] if not isinstance(table, np.ndarray) else table.shape[0]
+        if idx.size and (idx.min() < 0 or idx.max() >= rows):
+            raise IRError(f"get_rows: row {int(idx.min() if idx.min() < 0 else idx.max())} does not exist; the table has rows 0..{rows - 1}.")
+        found = table.rows(idx) if isinstance(table, Stored) else table[idx]
+        return np.asarray(found, dtype=np.float32)
+
+    def flops(self, node: Node) -> IntDim:
+        return 0
+
+
+@register
+class Argsort(Op):
+    """Indices that sort each row (dimension 0); equal elements keep the order of their indices."""
+
+    name = "argsort"
+    operands = (Operand("a", "rows"),)
+    attrs = (Attr("order", "str", "direction", "asc", choices=("asc", "desc")),)
+
+    def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
+        return operands[0].type.with_dtype("i32")
+
+    def evaluate(self, call: Call) -> np.ndarray:
+        x = call.f64(0)
+        return np.argsort(x if call.attrs["order"] == "asc" else -x, axis=-1, kind="stable").astype(np.int32)
+
+
+@register
+class TopK(Op):
+    """Indices of the ``k`` largest elements of each row, largest first; of equal elements the lowest index comes first."""
+
+    name = "top_k"
+    operands = (Operand("a", "rows"),)
+    attrs = (Attr("k", "int", "how many"),)
+
+    def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
+        a, k = operands[0].type, attrs["k"]
+        if k < 1 or (isinstance(a.ne[0], int) and k > a.ne[0]):
+            raise IRError(f"top_k: k = {k} must lie between 1 and the row length of {a}.")
+        return TensorType("i32", (k, *a.ne[1:]))
+
+    def evaluate(self, call: Call) -> np.ndarray:
+        order = np.argsort(-call.f64(0), axis=-1, kind="stable")
+        return np.ascontiguousarray(order[..., : call.attrs["k"]]).astype(np.int32)
+
+    def flops(self, node: Node) -> IntDim:
+        return node.operands[0].type.numel
+
+
+@register
+class Blend(Op):
+    """A copy of ``a`` in which the elements ``idx[.., row]`` of each row are set to ``value``."""
+
+    name = "blend"
+    operands = (Operand("a", "rows"), Operand("idx", "elements to replace, per row", "i32"))
+    attrs = (Attr("value", "float", "the number written"),)
+
+    def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
+        a, idx = operands[0].type, operands[1].type
+        if a.ne4[1:] != idx.ne4[1:]:
+            raise IRError(f"blend: {idx} must have one list of indices for each row of {a}.")
+        return a.with_dtype("f32")
+
+    def evaluate(self, call: Call) -> np.ndarray:
+        out = np.array(call.args[0], dtype=np.float32)
+        idx = call.args[1]
+        if idx.size and (idx.min() < 0 or idx.max() >= out.shape[-1]):
+            raise IRError(f"blend: an index lies outside 0..{out.shape[-1] - 1}.")
+        np.put_along_axis(out, idx.reshape(out.shape[:-1] + idx.shape[-1:]), np.float32(call.attrs["value"]), axis=-1)
+        return out
+
+    def flops(self, node: Node) -> IntDim:
+        return 0
