@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ggufc import cache
+from ggufc.errors import DriverError
 from ggufc.files import Progress
 from ggufc.resolve import is_artifact, model_file
 
@@ -33,8 +34,8 @@ def compile(
 ) -> CompileReport:
     """Compile a GGUF model into the artifact ``output``, which appears whole or not at all.
 
-    ``target`` is ``native``, a feature level or a list of CPU features; ``type_k`` and ``type_v`` are the dtypes of the KV cache; ``passes``
-    replaces the pass pipeline; ``jobs`` bounds the processes used. Raises ``GgufcError``.
+    ``target`` is ``native``, a feature level or a list of CPU features; ``type_k`` and ``type_v`` are the dtypes of the KV cache;
+    ``passes`` replaces the pass pipeline; ``jobs`` bounds the processes used. Raises ``GgufcError``.
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 
@@ -42,23 +43,8 @@ def compile(
     return compile_file(model_file(str(source)), Path(output), options, progress)
 
 
-def cached_artifact(
-    source: Path,
-    options: Mapping[str, str],
-    *,
-    jobs: int | None = None,
-    say: Say = lambda _: None,
-    progress: Progress | None = None,
-) -> Path:
-    """The artifact of a model file from the cache, compiled if need be.
-
-    ``options``: ``target``, ``type_k``, ``type_v``, ``passes`` (``""`` = default pipeline), as text, because they are part of the cache key.
-    """
-    key = dict(options)
-    if key["target"] == "native":
-        from ggufc.runtime.cpuinfo import host_features
-
-        key["host"] = ",".join(sorted(host_features()))
+def _fetch(source: Path, options: dict[str, str], jobs: int | None, say: Say, progress: Progress | None) -> Path:
+    """The artifact of a model file from the cache, compiled if need be. The caller's options are text: they are part of the cache key."""
 
     def build(output: Path) -> None:
         from ggufc.codegen.compile import CompileOptions, compile_file
@@ -69,42 +55,67 @@ def cached_artifact(
         )
         compile_file(source, output, compile_options, progress)
 
-    return cache.fetch(source, key, build, waiting=lambda: say(f"another process is compiling {source.name}, waiting for it"))
+    return cache.fetch(source, options, build, waiting=lambda: say(f"another process is compiling {source.name}, waiting for it"))
 
 
 def artifact_for(
     reference: str,
     *,
     target: str = "native",
-    type_k: str = "f16",
-    type_v: str = "f16",
+    type_k: str | None = None,
+    type_v: str | None = None,
     passes: str | None = None,
     jobs: int | None = None,
     say: Say = lambda _: None,
     progress: Progress | None = None,
     quiet: bool = True,
 ) -> Path:
-    """The artifact behind any model reference: an artifact itself, or a model compiled to the cache."""
+    """The artifact behind any model reference: an artifact itself, or a model compiled to the cache.
+
+    ``type_k`` and ``type_v`` (default f16) are fixed at compile time; asking an existing artifact for other ones is a ``DriverError``.
+    """
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
+    options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
+    if target == "native":
+        from ggufc.runtime.cpuinfo import host_features
+
+        options["host"] = ",".join(sorted(host_features()))
+    # Looking into the cache first spares a known model the reading of its header.
+    known = cache.artifact_path(path, options)
+    if known.is_file():
+        return known
     if is_artifact(path):
+        _check_cache_types(path, {"k": type_k, "v": type_v})
         return path
-    options = {"target": target, "type_k": type_k, "type_v": type_v, "passes": passes or ""}
-    return cached_artifact(path, options, jobs=jobs, say=say, progress=progress)
+    return _fetch(path, options, jobs, say, progress)
+
+
+def _check_cache_types(artifact: Path, wanted: Mapping[str, str | None]) -> None:
+    if not any(wanted.values()):
+        return
+    from ggufc.runtime import Artifact
+
+    with Artifact.open(artifact) as opened:
+        have = {"k": opened.manifest.type_k, "v": opened.manifest.type_v}
+    for part, dtype in wanted.items():
+        if dtype and dtype != have[part]:
+            raise DriverError(
+                f"{artifact} has a {have[part]} {part.upper()} cache, not {dtype}; compile the model again with -ct{part} {dtype}"
+            )
 
 
 def load(
     source: str | Path,
     *,
     target: str = "native",
-    type_k: str = "f16",
-    type_v: str = "f16",
+    type_k: str | None = None,
+    type_v: str | None = None,
     progress: Progress | None = None,
     **session_options: Any,
 ) -> Session:
     """Open a model or artifact as a ``Session``; a model file is compiled to the cache first.
 
-    ``session_options`` (``n_ctx``, ``n_threads``, ...) are those of ``Session``. ``type_k`` and ``type_v`` are fixed at compile time and
-    therefore ignored for an artifact. Raises ``GgufcError``.
+    ``session_options`` (``n_ctx``, ``n_threads``, ``expect_digest``, ...) are those of ``Session``. Raises ``GgufcError``.
     """
     from ggufc.runtime import Session
 

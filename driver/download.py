@@ -68,7 +68,9 @@ def file_name(url: str) -> str:
     return name
 
 
-def download(url: str, output: Path, *, sha256: str = "", progress: Progress | None = None, pauses: tuple[float, ...] = PAUSES_SECONDS) -> Path:
+def download(
+    url: str, output: Path, *, sha256: str = "", progress: Progress | None = None, pauses: tuple[float, ...] = PAUSES_SECONDS
+) -> Path:
     """Fetch ``url`` into ``output``, continuing an earlier attempt where possible.
 
     A file that is already there is left alone: it is the result when its digest is ``sha256`` (or none was asked for), and an error

@@ -64,7 +64,9 @@ def require_space(folder: Path, needed: int, what: str) -> None:
     """Refuse before a long transfer what the disk cannot hold; raises ``DriverError``."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DriverError(f"{what} needs {size_words(needed)}, but only {size_words(free)} are free in {folder}; free space or choose another folder")
+        raise DriverError(
+            f"{what} needs {size_words(needed)}, but only {size_words(free)} are free in {folder}; free space or choose another folder"
+        )
 
 
 def size_words(size: float) -> str:

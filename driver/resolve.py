@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ggufc import cache
 from ggufc.errors import DriverError
 from ggufc.files import Progress
-from ggufc.formats.artifact import VERSION_KEY
 from ggufc.pull import describe, is_remote, local_path, pull
 from ggufc.registry import ALIASES
 
-_SNIFF_BYTES = 1 << 16
-
 
 def is_artifact(path: Path) -> bool:
-    """True when the file is a compiled artifact rather than a model.
+    """True when the file is a compiled artifact rather than a model. Raises ``GGUFError`` for what is neither."""
+    from ggufc.formats.gguf_reader import GGUFFile
+    from ggufc.runtime.artifact import is_artifact as has_artifact_keys
 
-    The compiler writes ``ggufc.format_version`` as the first metadata key, so its first 64 KiB tell; whether the file is *sound* is for
-    the bounded reader to say.
-    """
-    with path.open("rb") as stream:
-        head = stream.read(_SNIFF_BYTES)
-    return head[:4] == b"GGUF" and VERSION_KEY.encode() in head
+    with GGUFFile.open(path) as file:
+        return has_artifact_keys(file)
 
 
-def model_file(reference: str, *, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None, quiet: bool = True) -> Path:
+def model_file(
+    reference: str, *, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None, quiet: bool = True
+) -> Path:
     """The file behind ``reference``; aliases and addresses that are not here yet are pulled, which ``say`` announces."""
     path = Path(reference).expanduser()
     if path.is_file():

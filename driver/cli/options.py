@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from ggufc.runtime import Session
+    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,38 +64,52 @@ context: Callable[[F], F] = stack(
     threads,
 )
 
+SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+"""Parameters of ``sampling``: fields of ``SamplingOptions``, whose defaults the help texts repeat."""
+
 sampling: Callable[[F], F] = stack(
-    click.option("--temp", type=click.FloatRange(0), default=None, help="Temperature; 0 takes the most likely token."),
-    click.option("--top-k", type=click.IntRange(0), default=None, help="Keep the k most likely tokens; 0 = all."),
-    click.option("--top-p", type=click.FloatRange(0, 1), default=None, help="Keep the fewest tokens of this total probability."),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=None, help="Keep tokens at least this likely relative to the best."),
-    click.option("--repeat-penalty", type=click.FloatRange(0, min_open=True), default=None, help="Penalise recent tokens; 1 = off."),
-    click.option("--repeat-last-n", type=click.IntRange(-1), default=None, help="Tokens the penalty looks back on; -1 = all."),
-    click.option("-s", "--seed", type=int, default=None, help="Random seed; -1 (default) takes a new one each time."),
+    click.option("--temp", type=click.FloatRange(0), default=None, help="Temperature; 0 takes the most likely token. [default: 0.8]"),
+    click.option("--top-k", type=click.IntRange(0), default=None, help="Keep the k most likely tokens; 0 = all. [default: 40]"),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1), default=None, help="Keep the fewest tokens of this total probability. [default: 0.95]"
+    ),
+    click.option(
+        "--min-p", type=click.FloatRange(0, 1), default=None, help="Keep tokens at least this likely relative to the best. [default: 0.05]"
+    ),
+    click.option(
+        "--repeat-penalty", type=click.FloatRange(0, min_open=True), default=None, help="Penalise recent tokens; 1 = off. [default: 1.0]"
+    ),
+    click.option(
+        "--repeat-last-n", type=click.IntRange(-1), default=None, help="Tokens the penalty looks back on; -1 = all. [default: 64]"
+    ),
+    click.option("-s", "--seed", type=int, default=None, help="Random seed; -1 takes a new one each time. [default: -1]"),
 )
 
 predict: Callable[[F], F] = click.option(
     "-n", "--predict", "n_predict", type=click.IntRange(-1), default=-1, help="Most tokens to generate; -1 (default): until the model ends."
 )
 
-output: Callable[[F], F] = click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write here instead of stdout.")
+output: Callable[[F], F] = click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write here instead of stdout."
+)
 
 
 def sampling_options(given: dict[str, Any]) -> Any:
     """``SamplingOptions`` from the options of ``sampling``; what was not given keeps the runtime's default."""
     from ggufc.runtime import SamplingOptions
 
-    chosen = {name: given[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed") if given[name] is not None}
+    chosen = {name: given[name] for name in SAMPLING if given[name] is not None}
+    if chosen.get("seed", -1) < 0:
+        chosen.pop("seed", None)
     return SamplingOptions(**chosen)
 
 
-def artifact(model: str, type_k: str | None = None, type_v: str | None = None, target: str = "native", expect_digest: str = "") -> Path:
+def artifact(model: str, type_k: str | None = None, type_v: str | None = None, target: str = "native") -> Path:
     """The artifact of a model reference, pulled and compiled as needed with progress on stderr."""
     from ggufc.api import artifact_for
     from ggufc.cli import terminal
 
     with terminal.progress() as progress:
         return artifact_for(
-            model, target=target, type_k=type_k, type_v=type_v, say=terminal.say, progress=progress, quiet=not terminal.is_terminal(),
-            expect_digest=expect_digest,
+            model, target=target, type_k=type_k, type_v=type_v, say=terminal.say, progress=progress, quiet=not terminal.is_terminal()
         )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import random
 from pathlib import Path
 
 import pytest
+from local_web import Resource, serve
 
 from ggufc import files
 from ggufc.download import download, file_name
 from ggufc.errors import DriverError
-from local_web import Resource, serve
 
 DATA = b"GGUF" + random.Random(7).randbytes(3 << 20)
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -85,7 +86,7 @@ def test_servers_without_ranges_or_validators_start_over(tmp_path: Path, resourc
 def test_a_complete_part_only_needs_its_name(tmp_path: Path) -> None:
     with serve({"/m.gguf": Resource(DATA)}) as web:
         (tmp_path / "m.gguf.part").write_bytes(DATA)
-        (tmp_path / "m.gguf.part.json").write_text('{"url": "%s/m.gguf", "validator": "\\"v1\\""}' % web.url)
+        (tmp_path / "m.gguf.part.json").write_text(json.dumps({"url": f"{web.url}/m.gguf", "validator": '"v1"'}))
         download(f"{web.url}/m.gguf", tmp_path / "m.gguf", sha256=SHA)
     assert names(tmp_path) == ["m.gguf"]
 
@@ -129,9 +130,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"), [("https://h/a/b.gguf?x=1", "b.gguf"), ("https://h/a%20b.gguf", "a b.gguf")]
-)
+@pytest.mark.parametrize(("url", "expected"), [("https://h/a/b.gguf?x=1", "b.gguf"), ("https://h/a%20b.gguf", "a b.gguf")])
 def test_file_names_come_from_the_path(url: str, expected: str) -> None:
     assert file_name(url) == expected
 

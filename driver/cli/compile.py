@@ -1,0 +1,50 @@
+"""``ggufc compile``: a model file into an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ggufc.cli import options
+
+
+@click.command()
+@options.model
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="The artifact (default: NAME.ggufc here)."
+)
+@options.build
+@click.option("--passes", default=None, metavar="A,B,...", help="Pass pipeline instead of the default one.")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Processes to compile with (default: one per core).")
+@click.option("--force", is_flag=True, help="Replace an existing output file.")
+def command(
+    model: str, output: Path | None, type_k: str | None, type_v: str | None, target: str, passes: str | None, jobs: int | None, force: bool
+) -> None:
+    """Compile MODEL into one file that runs without a compiler.
+
+    LEVEL is native (this machine), a feature level such as x86-64-v3, or a comma-separated list of CPU features. The file appears when it
+    is complete; an interrupted compilation leaves nothing.
+    """
+    import ggufc
+    from ggufc.cli import terminal
+    from ggufc.errors import DriverError
+    from ggufc.files import size_words
+    from ggufc.resolve import model_file
+
+    with terminal.progress() as progress:
+        source = model_file(model, say=terminal.say, progress=progress, quiet=not terminal.is_terminal())
+    output = output or Path(source.name.removesuffix(".gguf") + ".ggufc")
+    if output.exists():
+        if output.samefile(source):
+            raise DriverError(f"{output} is the model itself; choose another -o")
+        if not force:
+            raise DriverError(f"{output} exists; choose another -o, or --force to replace it")
+    with terminal.progress("steps") as progress:
+        report = ggufc.compile(
+            source, output, target=target, type_k=type_k or "f16", type_v=type_v or "f16", passes=passes, jobs=jobs, progress=progress
+        )
+    click.echo(
+        f"{report.output}: {size_words(report.artifact_bytes)} ({report.artifact_bytes / report.source_bytes:.2f} x the model), "
+        f"{report.kernels} kernels, {report.launches} launches, {report.seconds:.1f} s, peak memory {size_words(report.peak_rss)}"
+    )

@@ -1,0 +1,118 @@
+"""``ggufc doctor``: what this machine offers, for bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from ggufc import __version__
+
+DEPENDENCIES = ("numpy", "llvmlite", "networkx", "gguf", "tokenizers", "jinja2", "click", "rich", "msgspec")
+EXTRAS = {"hub": ("huggingface_hub", "pull from hf:"), "cuda": ("pycuda", "run on NVIDIA GPUs")}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """Show versions, CPU features, cores, the cache and the optional parts.
+
+    Exits with 2 when something that ggufc needs is missing.
+    """
+    report, problems = examine()
+    if as_json:
+        click.echo(json.dumps({**report, "problems": problems}, indent=2))
+    else:
+        width = max(len(name) for name in report)
+        for name, value in report.items():
+            click.echo(f"{name:{width}}  {value}")
+        for problem in problems:
+            click.echo(f"problem: {problem}", err=True)
+    if problems:
+        raise click.exceptions.Exit(2)
+
+
+def examine() -> tuple[dict[str, object], list[str]]:
+    """The report in order of printing, and what is wrong."""
+    from ggufc.files import size_words
+    from ggufc.runtime.cpuinfo import available_cpus, host_features, physical_cores
+    from ggufc.runtime.paths import cache_dir
+
+    problems: list[str] = []
+    versions = {name: _version(name) for name in DEPENDENCIES}
+    problems += [
+        f"the package {name} is missing; install it with `pip install {name}`" for name, version in versions.items() if not version
+    ]
+    features = host_features()
+    folder = cache_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        problems.append(f"the cache folder {folder} cannot be written; set GGUFC_CACHE to another one")
+    report: dict[str, object] = {
+        "ggufc": f"{__version__} ({Path(__file__).resolve().parent.parent})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "llvm": _llvm(problems),
+        "cpu": _cpu_name(),
+        "level": _level(features),
+        "features": " ".join(sorted(features)) or "unknown (only baseline artifacts run)",
+        "cores": f"{physical_cores()} physical, {len(available_cpus())} logical available",
+        "memory": _memory(),
+        "cache": f"{folder} ({size_words(shutil.disk_usage(existing).free)} free)",
+    }
+    for extra, (package, purpose) in EXTRAS.items():
+        version = _version(package)
+        report[f"extra {extra}"] = f"{package} {version}" if version else f"not installed ({purpose}: `pip install 'ggufc[{extra}]'`)"
+    return report, problems
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _llvm(problems: list[str]) -> str:
+    try:
+        import llvmlite.binding as llvm
+    except (ImportError, OSError) as error:
+        problems.append(f"llvmlite does not load ({error}); artifacts still run, compiling does not")
+        return "not available"
+    return ".".join(str(part) for part in llvm.llvm_version_info)
+
+
+def _level(features: frozenset[str]) -> str:
+    from ggufc.codegen.cpu.target import LEVELS
+
+    return next(name for name in reversed(LEVELS) if features.issuperset(LEVELS[name]))
+
+
+def _cpu_name() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith(("model name", "Hardware", "CPU part")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _memory() -> str:
+    from ggufc.files import size_words
+
+    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("Mem")}
+    if not {"MemTotal", "MemAvailable"} <= values.keys():
+        return "unknown"
+    return f"{size_words(values['MemTotal'])}, {size_words(values['MemAvailable'])} available"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
