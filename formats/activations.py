@@ -11,7 +11,7 @@ import numpy as np
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import type_by_name
 
-_Q8_2 = frozenset("q4_0 q4_1 q5_0 q5_1 q6_0 q8_0 q4_k q5_k q6_k iq4_nl mxfp4".split())
+_Q8_2 = frozenset(["q4_0", "q4_1", "q5_0", "q5_1", "q6_0", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4"])
 
 
 def activation_mode(type_name: str) -> str:

@@ -6,5 +6,6 @@ dispatch over whole tensors; ``dequantize`` and ``quantize`` (with ``quantize_k`
 
 from ggufc.formats.quants.codes import codes
 from ggufc.formats.quants.dequantize import dequantize
+from ggufc.formats.quants.quantize import quantize
 
-__all__ = ["codes", "dequantize"]
+__all__ = ["codes", "dequantize", "quantize"]

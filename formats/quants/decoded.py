@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Decoded(NamedTuple):
-    """``codes`` int8 ``[rows, ne0]``, ``scale`` f32 ``[rows, ne0/g]``, ``min`` f32 of the same shape or None: value = scale * code - min."""
+    """``codes`` int8 ``[rows, ne0]``, ``scale`` f32 ``[rows, ne0/g]``, ``min`` f32 likewise or None: value = scale * code - min."""
 
     codes: np.ndarray
     scale: np.ndarray
