@@ -1,1 +1,52 @@
-"""Artifacts, execution, caches, tokenizers and sessions."""
+"""Artifacts, execution, caches, tokenizers and sessions.
+
+Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``executor`` binds and
+evaluates one program. ``kvcells`` keeps the books of cells and sequences, ``kshift`` rotates stored keys, ``batch`` cuts batches into micro-batches.
+``tokenizer`` (with ``spm``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session``, which joins everything.
+
+Names are imported lazily so that a command line that only needs ``paths`` pays for nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .artifact import Artifact
+    from .errors import RuntimeRefusal
+    from .executor import Executor
+    from .kvcells import KVCells
+    from .sampling import Sampler, SamplingOptions
+    from .session import Session
+    from .tokenizer import Tokenizer, load_tokenizer
+
+_HOME = {
+    "Artifact": "artifact",
+    "Executor": "executor",
+    "KVCells": "kvcells",
+    "RuntimeRefusal": "errors",
+    "Sampler": "sampling",
+    "SamplingOptions": "sampling",
+    "Session": "session",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
+}
+
+__all__ = [
+    "Artifact",
+    "Executor",
+    "KVCells",
+    "RuntimeRefusal",
+    "Sampler",
+    "SamplingOptions",
+    "Session",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,310 @@
+"""Binding a program to memory and running it: one native call per micro-batch.
+
+Binding resolves every argument of every launch to an address once. What differs between micro-batches enters through five parameters, the input
+buffers and, for caches written at a moving offset, the program's fixups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ggufc.formats import abi
+from ggufc.formats import artifact as fmt
+from ggufc.formats.errors import ArtifactError
+from ggufc.formats.ggml_types import TYPES
+
+from .artifact import Artifact
+from .cpuinfo import physical_cores
+from .errors import RuntimeRefusal
+from .image import CodeImage
+from .memory import Region, align
+from .team import Team
+
+CACHE_PAD = 256
+"""Cells are allocated, and visible lengths rounded, in multiples of this (attention walks the cache in tiles)."""
+
+MAX_THREADS = 256
+_NUMPY = {"f32": np.float32, "i32": np.int32, "f16": np.float16}
+
+
+def pad(n: int, to: int = CACHE_PAD) -> int:
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest sizes a bound program must serve: ``n_ubatch`` tokens, ``n_cells`` cells, ``n_seq_max`` sequences."""
+
+    n_ubatch: int
+    n_cells: int
+    n_seq_max: int = 1
+
+    def env(self) -> dict[str, int]:
+        # Sequences may share cells, so each list of the batch can be as long as the cache.
+        lists = min(self.n_seq_max, self.n_ubatch)
+        return {"T": self.n_ubatch, "O": self.n_ubatch, "C": self.n_cells, "KV": self.n_cells, "R": self.n_cells * lists}
+
+
+class CacheBuffers:
+    """The persistent KV buffers of an artifact, zero-filled. ``view(name)`` is u8 [cells, row bytes]."""
+
+    def __init__(self, artifact: Artifact, n_cells: int) -> None:
+        self.n_cells = n_cells
+        self.specs = {cache.name: cache for cache in artifact.manifest.caches}
+        self.row_bytes: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
+        total = 0
+        for cache in artifact.manifest.caches:
+            info = TYPES.get(cache.dtype)
+            if info is None or cache.row <= 0 or cache.row % info.block:
+                raise ArtifactError(f"{artifact.path}: cache {cache.name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored")
+            self.row_bytes[cache.name] = cache.row // info.block * info.bytes
+            self.offsets[cache.name] = total
+            total += align(self.row_bytes[cache.name] * n_cells)
+        self.memory = Region(total, f"a KV cache of {n_cells} cells")
+
+    def view(self, name: str) -> np.ndarray:
+        row, start = self.row_bytes[name], self.offsets[name]
+        return self.memory.bytes[start : start + row * self.n_cells].reshape(self.n_cells, row)
+
+    def clear(self) -> None:
+        self.memory.clear()
+
+
+class Executor:
+    """One program of an artifact, bound to memory and threads.
+
+    ``inputs[name]`` are the input buffers (numpy, numpy order), filled by the caller before ``eval``; ``output(name)`` is a view that the next ``eval``
+    overwrites. ``share`` is another executor of the same artifact whose caches, code and threads this one uses.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        program: str = "eval",
+        n_threads: int | None = None,
+        n_ctx: int = 4096,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        share: Executor | None = None,
+        profile: bool = False,
+    ) -> None:
+        self.artifact = artifact
+        self.program = artifact.program(program)
+        self.limits = Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits
+        self._owns_team = share is None
+        if share is None:
+            self.image = CodeImage(artifact.image)
+            self.caches = CacheBuffers(artifact, self.limits.n_cells)
+            self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
+        else:
+            self.image, self.caches, self.team = share.image, share.caches, share.team
+        self.n_evals = 0
+        self._profile: np.ndarray | None = None
+        try:
+            self._allocate()
+            self._bind()
+            if profile:
+                self.enable_profile()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def n_threads(self) -> int:
+        return self.team.n_threads
+
+    def _make_team(self, n_threads: int) -> Team:
+        if not 1 <= n_threads <= MAX_THREADS:
+            raise RuntimeRefusal(f"n_threads is {n_threads}; give a number from 1 to {MAX_THREADS}")
+        manifest = self.artifact.manifest
+        scratch = max((kernel.scratch for kernel in manifest.kernels), default=0)
+        worker, evaluate = (self.image.address(manifest.drivers[name]) for name in ("ggufc_worker", "ggufc_eval"))
+        return Team(worker, evaluate, n_threads, scratch, keep=self.image)
+
+    def _size(self, forms: list[fmt.Affine], what: str) -> list[int]:
+        """Values of affine forms at the limits; ArtifactError for a symbol we do not know or a negative size."""
+        env = self.limits.env()
+        try:
+            values = [fmt.evaluate(form, env) for form in forms]
+        except KeyError as error:
+            raise ArtifactError(f"{self.artifact.path}: {what} is sized by the unknown symbol {error.args[0]!r}; compile the model again") from None
+        if any(not 0 <= value < 1 << 48 for value in values):
+            raise ArtifactError(f"{self.artifact.path}: {what} has the impossible size {values}; compile the model again")
+        return values
+
+    def _allocate(self) -> None:
+        program = self.program
+        sizes = [max(self._size(slot.sizes, f"slot {i}"), default=0) for i, slot in enumerate(program.slots)]
+        self._slot_bytes = sizes
+        self._slot_offset: list[int] = []
+        total = 0
+        for size in sizes:
+            self._slot_offset.append(total)
+            total += align(size)
+        self._arena = Region(total, "activations")
+        self.arena_bytes = total
+        self.inputs: dict[str, np.ndarray] = {}
+        self.input_specs = {spec.name: spec for spec in program.inputs}
+        self._outputs: dict[str, Region] = {}
+        self._places: dict[tuple[str, str], tuple[int, int]] = {}
+        self._keep: list[Region] = []
+        for spec in program.inputs:
+            if spec.dtype not in _NUMPY:
+                raise ArtifactError(f"{self.artifact.path}: input {spec.name} has the unknown type {spec.dtype!r}; compile the model again")
+            ne = self._size(spec.ne, f"input {spec.name}")
+            region = Region(int(np.prod(ne)) * np.dtype(_NUMPY[spec.dtype]).itemsize, f"input {spec.name}")
+            self._keep.append(region)
+            self._places["input", spec.name] = (region.base, region.size)
+            self.inputs[spec.name] = region.bytes.view(_NUMPY[spec.dtype])
+        for name, forms in program.outputs.items():
+            ne = self._size(forms, f"output {name}")
+            region = Region(int(np.prod(ne)) * 4, f"output {name}")
+            self._outputs[name] = region
+            self._places["output", name] = (region.base, region.size)
+        for name, offset in self.caches.offsets.items():
+            self._places["cache", name] = (self.caches.memory.base + offset, self.caches.row_bytes[name] * self.caches.n_cells)
+
+    def _weight(self, name: str) -> tuple[int, int]:
+        place = self._places.get(("weight", name))
+        if place is None:
+            data = self.artifact.file.data(name)
+            place = self._places["weight", name] = (int(data.__array_interface__["data"][0]), data.size)
+        return place
+
+    def _bind(self) -> None:
+        """Fill the launch table, the argument arrays and the exec record.
+
+        Every pointer is checked to start inside its buffer, so a manifest that does not fit its file is refused here and cannot crash a kernel's first load.
+        """
+        launches = self.program.launches
+        kernels = [self.image.address(kernel.offset) for kernel in self.artifact.manifest.kernels]
+        symbols = {name: i for i, name in enumerate(abi.PARAMS)}
+        symbols[""] = -1
+        flat: list[int] = []
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        resolve = self._resolve
+        for index, launch in enumerate(launches):
+            wait = index if launch.wait < 0 else launch.wait
+            if not 0 <= launch.kernel < len(kernels) or launch.sym not in symbols or launch.div < 1 or launch.mult < 0 or wait > index:
+                raise ArtifactError(f"{self.artifact.path}: launch {index} ({launch.node}) is malformed; compile the model again")
+            rows.append((kernels[launch.kernel], len(flat), symbols[launch.sym], launch.div, launch.mult, wait))
+            for arg in launch.args:
+                flat.append(arg.value if arg.kind == "int" else resolve(arg, index))
+        self._args = np.array(flat or [0], dtype=np.int64)
+        args_base = self._args.__array_interface__["data"][0]
+        self._table = np.zeros((max(len(rows), 1), abi.LAUNCH_WORDS), np.int64)
+        if rows:
+            columns = np.array(rows, dtype=np.int64)
+            columns[:, 1] = columns[:, 1] * 8 + args_base
+            order = [abi.LAUNCH_FN, abi.LAUNCH_ARGS, abi.LAUNCH_SYM, abi.LAUNCH_DIV, abi.LAUNCH_MULT, abi.LAUNCH_WAIT]
+            self._table[: len(rows), order] = columns
+        self._first_arg = [row[1] for row in rows]
+        self._counters = Region(8 * abi.COUNTER_WORDS * max(len(rows), 1), "launch counters")
+        self.params = np.zeros(len(abi.PARAMS), np.int64)
+        self._exec = np.zeros(abi.EXEC_WORDS, np.int64)
+        self._exec[abi.EXEC_N_LAUNCHES] = len(rows)
+        self._exec[abi.EXEC_LAUNCHES] = self._table.__array_interface__["data"][0]
+        self._exec[abi.EXEC_PARAMS] = self.params.__array_interface__["data"][0]
+        self._exec[abi.EXEC_COUNTERS] = self._counters.base
+        self._exec_address = int(self._exec.__array_interface__["data"][0])
+        self._bind_fixups()
+
+    def _resolve(self, arg: fmt.Arg, index: int) -> int:
+        kind = arg.kind
+        if kind == "slot":
+            if not 0 <= arg.value < len(self._slot_bytes):
+                raise self._bad_arg(arg, index, f"there are {len(self._slot_bytes)} slots")
+            base, size = self._arena.base + self._slot_offset[arg.value], self._slot_bytes[arg.value]
+        elif kind == "weight":
+            base, size = self._weight(arg.name)
+        elif kind == "null":
+            return 0
+        else:
+            place = self._places.get((kind, arg.name))
+            if place is None:
+                raise self._bad_arg(arg, index, "there is no such buffer")
+            base, size = place
+        if not 0 <= arg.offset < max(size, 1):
+            raise self._bad_arg(arg, index, f"the offset lies outside its {size} bytes")
+        return base + arg.offset
+
+    def _bad_arg(self, arg: fmt.Arg, index: int, why: str) -> ArtifactError:
+        node = self.program.launches[index].node
+        target = arg.name or arg.value
+        return ArtifactError(
+            f"{self.artifact.path}: launch {index} ({node}) refers to {arg.kind} {target!r} at byte {arg.offset}: {why}; compile the model again"
+        )
+
+    def _bind_fixups(self) -> None:
+        """Prepare the arguments that move with ``head``; each must be this cache's own argument, or the artifact is refused."""
+        places, bases, steps = [], [], []
+        for fixup in self.program.fixups:
+            ok = 0 <= fixup.launch < len(self.program.launches) and 0 <= fixup.arg < len(self.program.launches[fixup.launch].args)
+            arg = self.program.launches[fixup.launch].args[fixup.arg] if ok else None
+            if arg is None or arg.kind != "cache" or arg.name != fixup.cache or fixup.step != self.caches.row_bytes.get(fixup.cache):
+                raise ArtifactError(
+                    f"{self.artifact.path}: the fixup of {fixup.node} does not match a write into cache {fixup.cache}; compile the model again"
+                )
+            places.append(self._first_arg[fixup.launch] + fixup.arg)
+            bases.append(self._places["cache", fixup.cache][0])
+            steps.append(fixup.step)
+        self._fix_places, self._fix_bases, self._fix_steps = (np.array(v, np.int64) for v in (places, bases, steps))
+
+    def rebind(self) -> None:
+        """Resolve everything again, as if no graph could be reused."""
+        profile = self._profile is not None
+        self._bind()
+        if profile:
+            self.enable_profile()
+
+    def eval(self, T: int, O: int, R: int, KV: int, head: int = 0) -> None:
+        """Evaluate one micro-batch from the input buffers: T tokens, O output rows, R entries of the cell list, KV visible cells.
+
+        ``head`` is the first cell written; only programs with fixups use it. RuntimeRefusal for sizes beyond the limits.
+        """
+        limits = self.limits
+        if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= limits.env()["R"]):
+            raise RuntimeRefusal(f"a micro-batch of {T} tokens, {O} rows, {R} list entries and {KV} cells exceeds what was allocated ({limits})")
+        if self.team.closed:
+            raise RuntimeRefusal("this session is closed; open a new one")
+        if self._fix_places.size:
+            if not 0 <= head <= limits.n_cells - T:
+                raise RuntimeRefusal(f"{T} tokens cannot be written from cell {head} of {limits.n_cells}")
+            self._args[self._fix_places] = self._fix_bases + head * self._fix_steps
+        self.params[:] = (T, O, limits.n_cells, KV, R)
+        self.n_evals += 1
+        self.team.eval(self._exec_address)
+
+    def output(self, name: str) -> np.ndarray:
+        """f32 view of an output at the sizes of the last ``eval``, numpy order (``ne`` reversed)."""
+        if name not in self._outputs:
+            raise RuntimeRefusal(f"the program {self.program.name} has no output {name!r}; it has {', '.join(self._outputs) or 'none'}")
+        env = dict(zip(abi.PARAMS, (int(v) for v in self.params)))
+        ne = [fmt.evaluate(form, env) for form in self.program.outputs[name]]
+        count = int(np.prod(ne))
+        return self._outputs[name].bytes.view(np.float32)[:count].reshape(ne[::-1])
+
+    def enable_profile(self, on: bool = True) -> None:
+        """Record the cycle counter at each launch; read with ``profile``."""
+        self._profile = np.zeros(len(self.program.launches) + 1, np.int64) if on else None
+        self._exec[abi.EXEC_PROFILE] = 0 if self._profile is None else self._profile.__array_interface__["data"][0]
+
+    def profile(self) -> np.ndarray:
+        """i64 [launches]: cycles thread 0 spent from one launch to the next in the last ``eval``."""
+        if self._profile is None:
+            raise RuntimeRefusal("profiling is off; create the executor with profile=True")
+        return np.diff(self._profile)
+
+    def close(self) -> None:
+        """Stop the threads if they are this executor's own. Safe to call twice."""
+        if self._owns_team:
+            self.team.close()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""K-shift: rotating stored keys when positions of their cells have moved.
+
+Keys are stored rotated by their position, so moving a cell by ``delta`` is one more rotation by ``delta``. It is a pure rotation: the magnitude factor
+of YaRN is in the stored key already and must not be applied twice. Rows that did not move keep their bytes. Quantised rows are dequantised, rotated and
+quantised again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ggufc.formats import artifact as fmt
+
+from .errors import RuntimeRefusal
+from .executor import CacheBuffers
+from .kvcells import KVCells
+
+_ROWS_AT_ONCE = 1024
+STORABLE = ("f32", "f16", "bf16", "q8_0")
+
+
+def angles(rope: Mapping[str, Any], freq_factors: np.ndarray | None = None) -> np.ndarray:
+    """f64 [n_dims/2]: rotation per position of each pair, with YaRN's blend of interpolated and extrapolated frequencies.
+
+    Source: YaRN (arXiv 2309.00071) in ggml's parametrisation: ``n_ctx_orig``, ``beta_fast``, ``beta_slow``, ``freq_scale``, ``ext_factor``.
+    """
+    n_dims, base = int(rope["n_dims"]), float(rope["base"])
+    pair = np.arange(n_dims // 2, dtype=np.float64)
+    theta = base ** (-2.0 * pair / n_dims)
+    if freq_factors is not None:
+        if len(freq_factors) < n_dims // 2:
+            raise RuntimeRefusal(f"the model gives {len(freq_factors)} rope frequency factors for {n_dims // 2} pairs; the context cannot be shifted")
+        theta = theta / np.asarray(freq_factors, np.float64)[: n_dims // 2]
+    scale = float(rope.get("freq_scale", 1.0))
+    ext = float(rope.get("ext_factor", 0.0))
+    if ext == 0.0:
+        return theta * scale
+    n_ctx = float(rope.get("n_ctx_orig", 0))
+
+    def turn(beta: float) -> float:
+        """Pair index at which a full context makes ``beta`` turns."""
+        return n_dims * math.log(n_ctx / (beta * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(0.0, math.floor(turn(float(rope.get("beta_fast", 32.0)))))
+    high = min(float(n_dims - 1), math.ceil(turn(float(rope.get("beta_slow", 1.0)))))
+    ramp = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
+    mix = ramp * ext
+    return theta * scale * (1.0 - mix) + theta * mix
+
+
+def rotate(rows: np.ndarray, delta: np.ndarray, theta: np.ndarray, mode: str, n_dims: int) -> None:
+    """Rotate f32 ``rows`` [n, heads, head] in place by ``delta`` [n] positions: pairs (2i, 2i+1) in mode ``norm``, (i, i + n_dims/2) in ``neox``."""
+    turn = delta.astype(np.float64)[:, None] * theta[None, :]
+    cos, sin = np.cos(turn).astype(np.float32)[:, None, :], np.sin(turn).astype(np.float32)[:, None, :]
+    if mode == "norm":
+        a, b = rows[..., 0:n_dims:2], rows[..., 1:n_dims:2]
+    elif mode == "neox":
+        a, b = rows[..., : n_dims // 2], rows[..., n_dims // 2 : n_dims]
+    else:
+        raise RuntimeRefusal(f"keys rotated in mode {mode!r} cannot be shifted; turn context shift off or use a larger n_ctx", soft=True)
+    old = a.copy()
+    a[...] = old * cos - b * sin
+    b[...] = old * sin + b * cos
+
+
+def to_f32(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """f32 [n, values] of stored rows u8 [n, bytes]."""
+    if dtype == "f32":
+        return raw.view(np.float32).copy()
+    if dtype == "f16":
+        return raw.view(np.float16).astype(np.float32)
+    if dtype == "bf16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    blocks = raw.reshape(len(raw), -1, 34)
+    d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    return (d * blocks[..., 2:].view(np.int8)).reshape(len(raw), -1)
+
+
+def from_f32(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Stored bytes u8 [n, bytes] of f32 rows [n, values]; rounding to nearest even, Q8_0 as ggml's reference quantiser."""
+    rows = np.ascontiguousarray(rows, np.float32)
+    if dtype == "f32":
+        return rows.view(np.uint8)
+    if dtype == "f16":
+        return rows.astype(np.float16).view(np.uint8)
+    if dtype == "bf16":
+        bits = rows.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
+    x = rows.reshape(len(rows), -1, 32)
+    d = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+    scaled = x * inverse
+    quants = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)  # half away from zero, as roundf
+    out = np.concatenate([d.astype(np.float16).view(np.uint8), quants.view(np.uint8)], axis=-1)
+    return out.reshape(len(rows), -1)
+
+
+def _freq_factors(rope: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    given = rope.get("freq_factors")
+    if given is None or (isinstance(given, str) and not given):
+        return None
+    if isinstance(given, str):
+        if given not in tensors:
+            raise RuntimeRefusal(f"the rope frequency factors {given!r} are not in the artifact; the context cannot be shifted", soft=True)
+        return np.asarray(tensors[given]).view(np.float32).reshape(-1)
+    return np.asarray(given, np.float64)
+
+
+def check(caches: list[fmt.Cache]) -> None:
+    """Soft refusal, before anything changes, if the keys of an artifact cannot be shifted."""
+    for cache in caches:
+        if cache.part != "k" or not cache.rope:
+            continue
+        mode = cache.rope.get("mode")
+        if mode not in ("norm", "neox") or cache.dtype not in STORABLE:
+            raise RuntimeRefusal(
+                f"positions cannot be moved: keys of cache {cache.name} ({cache.dtype}, rotation {mode!r}) cannot be rotated in place; "
+                "turn context shift off or use a larger n_ctx",
+                soft=True,
+            )
+
+
+def apply(cells: KVCells, buffers: CacheBuffers, tensors: Mapping[str, np.ndarray] | None = None) -> int:
+    """Rotate the keys of all moved cells and clear their deltas; returns the number of rows rotated per cache.
+
+    ``tensors`` looks up frequency factors that the manifest gives by tensor name.
+    """
+    check(list(buffers.specs.values()))
+    moved = np.flatnonzero((cells.delta != 0) & (cells.pos >= 0))
+    deltas = cells.delta[moved]
+    known: dict[str, np.ndarray] = {}
+    for cache in buffers.specs.values():
+        if cache.part != "k" or not cache.rope or not len(moved):
+            continue
+        key = repr(sorted(cache.rope.items()))
+        if key not in known:
+            known[key] = angles(cache.rope, _freq_factors(cache.rope, tensors or {}))
+        store = buffers.view(cache.name)
+        mode, n_dims = str(cache.rope["mode"]), int(cache.rope["n_dims"])
+        for at in range(0, len(moved), _ROWS_AT_ONCE):
+            part = moved[at : at + _ROWS_AT_ONCE]
+            rows = to_f32(store[part], cache.dtype)
+            rotate(rows.reshape(len(part), -1, cache.head), deltas[at : at + _ROWS_AT_ONCE], known[key], mode, n_dims)
+            store[part] = from_f32(rows, cache.dtype)
+    cells.shift_done()
+    return len(moved)
