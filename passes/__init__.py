@@ -1,1 +1,30 @@
-"""Graph rewrites and analyses."""
+"""Graph rewrites and analyses.
+
+``base`` what a pass is; ``manager`` pipelines as text; ``rules`` patterns and the worklist; ``pipelines`` all passes by name; one file per pass: ``canonicalize``, ``cse``, ``dce``,
+``fuse_norm``, ``fuse_glu``, ``fuse_attention``, ``fuse_rope``, ``merge_qkv``, ``merge_gate_up``, ``hoist``; the analyses ``cache_fixups``, ``reuse_key``,
+``node_budget``, ``memory_plan`` (over ``memory_planner``); ``fusion_counts`` the two-way baseline; ``opt`` text to text. ``docs/passes.md`` shows each pass at work.
+"""
+
+from ggufc.passes.base import Pass, PassResult, RulePass
+from ggufc.passes.errors import PassError
+from ggufc.passes.fusion_counts import compare_counts, fusion_counts
+from ggufc.passes.manager import PassManager, PassRecord, format_records
+from ggufc.passes.opt import opt
+from ggufc.passes.pipelines import ANALYSES, DEFAULT_PIPELINE, FUSIONS, REGISTRY
+
+__all__ = [
+    "ANALYSES",
+    "DEFAULT_PIPELINE",
+    "FUSIONS",
+    "REGISTRY",
+    "Pass",
+    "PassError",
+    "PassManager",
+    "PassRecord",
+    "PassResult",
+    "RulePass",
+    "compare_counts",
+    "format_records",
+    "fusion_counts",
+    "opt",
+]

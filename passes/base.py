@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ggufc.ir import Graph
 from ggufc.passes.errors import PassError
+
+if TYPE_CHECKING:
+    from ggufc.passes.rules import Rule
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -79,3 +82,16 @@ def _convert(name: str, key: str, text: str, kind: type) -> object:
         return kind(text)
     except ValueError:
         raise PassError(f"Option '{key}' of pass '{name}' is '{text}', which is not of type {kind.__name__}.") from None
+
+
+@dataclass(frozen=True)
+class RulePass(Pass):
+    """A pass that is nothing but a list of rewrite rules."""
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    def apply(self, graph: Graph) -> PassResult:
+        """Apply the rules until none matches."""
+        from ggufc.passes.rules import apply_rules
+
+        return apply_rules(graph, self.rules)

@@ -1,7 +1,7 @@
 """Assignment of values with symbolic sizes to shared buffers.
 
 A *slot* is one buffer; the values in it are never live at the same time. Sizes are affine forms in the graph's symbols
-(``{"": 64, "T": 2304}``: 64 + 2304 T bytes), so the order of two sizes may depend on the symbols. The planner compares them at one
+(``{"": 64, "T": 2304}``: 64 + 2304 T bytes; unfused attention also has products, written ``"KV*T"``), so the order of two sizes may depend on the symbols. The planner compares them at one
 representative environment, which only affects how much memory is used: a slot is as large as the *maximum* of its members in whichever
 environment the graph runs, so every assignment it makes is safe for all of them.
 
@@ -14,12 +14,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from ggufc.formats.artifact import Affine, evaluate
+from ggufc.formats.artifact import Affine
 from ggufc.passes.errors import PassError
 
 REPRESENTATIVE_ENV: Mapping[str, int] = {"T": 512, "O": 1, "C": 4096, "KV": 4096, "R": 4096}
 """Where sizes are compared unless the caller knows better: one full micro-batch of a prompt."""
+
+
+def evaluate(form: Affine, env: Mapping[str, int]) -> int:
+    """Value of a form; the key ``""`` holds the constant, ``"KV*T"`` the factor of a product."""
+    return sum(factor * prod(env[symbol] for symbol in key.split("*") if symbol) for key, factor in form.items())
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class PlannedSlot:
 
     def bytes(self, env: Mapping[str, int]) -> int:
         """Size of the buffer in ``env``."""
-        return max((evaluate(size, dict(env)) for size in self.sizes), default=0)
+        return max((evaluate(size, env) for size in self.sizes), default=0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Plan:
         by_id = {interval.id: interval for interval in self.intervals}
         result = []
         for index, slot in enumerate(self.slots):
-            largest = max((by_id[member] for member in slot.members), key=lambda it: evaluate(it.size, dict(env)))
+            largest = max((by_id[member] for member in slot.members), key=lambda it: evaluate(it.size, env))
             result.append(Holder(index, slot.bytes(env), largest.label or str(largest.id), len(slot.members)))
         return sorted(result, key=lambda h: (-h.bytes, h.slot))
 
@@ -84,7 +90,7 @@ class Plan:
         """``(step, bytes)`` where most bytes are live at once: no plan can need less, in-place pairs aside."""
         deltas: dict[int, int] = {}
         for it in self.intervals:
-            size = evaluate(it.size, dict(env))
+            size = evaluate(it.size, env)
             deltas[it.start] = deltas.get(it.start, 0) + size
             deltas[it.end + 1] = deltas.get(it.end + 1, 0) - size
         best, live = (0, 0), 0
@@ -101,7 +107,7 @@ def plan(intervals: Sequence[Interval], env: Mapping[str, int] = REPRESENTATIVE_
     Raises ``PassError`` for an interval that ends before it starts, a repeated id, a negative coefficient or a symbol missing from ``env``.
     """
     _refuse_malformed(intervals, env)
-    sizes = {it.id: evaluate(it.size, dict(env)) for it in intervals}
+    sizes = {it.id: evaluate(it.size, env) for it in intervals}
     in_order = sorted(intervals, key=lambda it: (it.start, it.end))
     by_size = sorted(intervals, key=lambda it: (-sizes[it.id], it.start, it.end))
     candidates = [_assign(order, sizes) for order in (in_order, by_size)]
@@ -143,8 +149,9 @@ def _refuse_malformed(intervals: Sequence[Interval], env: Mapping[str, int]) -> 
         for symbol, factor in it.size.items():
             if factor < 0:
                 raise PassError(f"The size of value {what} shrinks with {symbol or 'nothing'} ({it.size}); a buffer needs a size that only grows.")
-            if symbol and symbol not in env:
-                raise PassError(f"The size of value {what} depends on symbol {symbol}, which the representative environment lacks.")
+            for name in filter(None, symbol.split("*")):
+                if name not in env:
+                    raise PassError(f"The size of value {what} depends on symbol {name}, which the representative environment lacks.")
 
 
 def _hands_over(earlier: Interval, later: Interval) -> bool:

@@ -1,0 +1,101 @@
+"""``fuse-attention``: scores, mask, softmax and weighted sum over a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ggufc.ir import Node
+from ggufc.ir.dims import IntDim
+from ggufc.ir.layout import layout
+from ggufc.passes.base import RulePass
+from ggufc.passes.canonicalize import LAYOUT_RULES
+from ggufc.passes.rules import Match, Pattern, Rewriter, Rule, any_node, op, rule
+
+_HEADS_TO_ROWS = (0, 2, 1, 3)
+"""[D, T, H] <-> [D, H, T]."""
+
+_SCORES = op("mul_mat", any_node("kk"), any_node("qp"), once=True, bind="scores")
+
+
+def _weighted_sum(scores: Pattern) -> Pattern:
+    return op("mul_mat", any_node("vv"), op("soft_max", scores, op("kq_mask", bind="mask"), once=True, bind="p"))
+
+
+@rule("flash-attention", _weighted_sum(_SCORES))
+def do_plain(rw: Rewriter, node: Node, m: Match) -> Node | None:
+    """``mul_mat(V, soft_max(mul_mat(K, Q), mask; scale))``."""
+    return _fuse(rw, node, m, m["p"].attrs["scale"], 0.0)
+
+
+@rule("flash-attention-softcap", _weighted_sum(op("softcap", _SCORES, once=True, bind="cap")))
+def do_softcap(rw: Rewriter, node: Node, m: Match) -> Node | None:
+    """Scores bounded by ``cap * tanh(s / cap)`` before the mask; the softmax itself must not scale, since that scale would come after the bound."""
+    return _fuse(rw, node, m, 1.0, m["cap"].attrs["cap"])
+
+
+@rule("flash-attention-softcap-scaled", _weighted_sum(op("softcap", op("scale", _SCORES, once=True, bind="s"), once=True, bind="cap")))
+def do_softcap_scaled(rw: Rewriter, node: Node, m: Match) -> Node | None:
+    """As before, with the score scale as a node of its own."""
+    if m["s"].attrs["b"] != 0.0:
+        return None
+    return _fuse(rw, node, m, m["s"].attrs["s"], m["cap"].attrs["cap"])
+
+
+def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> Node | None:
+    """The fused operator gives [Dv, H, T]; the product it replaces is [Dv, T, H], hence the permutation, which meets its inverse."""
+    if softcap and m["p"].attrs["scale"] != 1.0:
+        return None
+    queries, kk, vv = m["qp"], m["kk"], m["vv"]
+    ne0 = m["mask"].attrs["ne0"]
+    heads = queries.type.ne4[2]
+    k_heads = _cache_heads(kk, ne0, along_cells=1)
+    v_heads = _cache_heads(vv, ne0, along_cells=0)
+    if k_heads is None or v_heads is None or k_heads[1] != v_heads[1]:
+        return None
+    n_head_kv = k_heads[1]
+    if queries.type.ne4[3] != 1 or not isinstance(heads, int) or heads % n_head_kv:
+        return None
+    cells, visible = m["mask"].operands
+    q = rw.add("permute", queries, name=f"{node.name}.q", axes=_HEADS_TO_ROWS[: max(3, queries.type.rank)])
+    if q.type.rank > 3:
+        q = rw.add("reshape", q, ne=q.type.ne[:3])
+    fused = rw.add(
+        "flash_attn", q, k_heads[0], v_heads[0], cells, visible, scale=scale, softcap=softcap, n_head_kv=n_head_kv, name=f"{node.name}.fused"
+    )
+    return rw.add("permute", fused, axes=_HEADS_TO_ROWS[: max(3, node.type.rank)])
+
+
+def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, int] | None:
+    """(cache version, KV heads) if ``view`` shows the first ``n_cells`` rows of a whole cache head by head.
+
+    ``along_cells`` is the dimension that counts cells: 1 for keys [D, KV, G], 0 for values [KV, D, G].
+    """
+    found = layout(view)
+    cache = found.root
+    if cache.op.name != "cache" and not cache.op.writes_cache:
+        return None
+    row = cache.type.ne[0]
+    ne = (*found.ne, 1, 1)[:4]
+    nb = (*found.nb, 0, 0)[:4]
+    size, heads = ne[1 - along_cells], ne[2]
+    if not (isinstance(row, int) and isinstance(size, int) and isinstance(heads, int)) or ne[3] != 1 or size * heads != row:
+        return None
+    if found.offset != 0 or ne[along_cells] != n_cells or nb[along_cells] != row:
+        return None
+    if nb[1 - along_cells] != 1 or (heads > 1 and nb[2] != size):
+        return None
+    return cache, heads
+
+
+@dataclass(frozen=True)
+class FuseAttention(RulePass):
+    """The unfused attention sequence with a ``kq_mask`` -> ``flash_attn`` over the cell lists.
+
+    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype) and the mask comes from ``kq_mask``. Postcondition: no such
+    sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads the padded ``KV``, so a graph
+    in which all attention is fused serves every number of visible cells.
+    """
+
+    name: ClassVar[str] = "fuse-attention"
+    rules: ClassVar[tuple[Rule, ...]] = (do_plain, do_softcap, do_softcap_scaled, *LAYOUT_RULES)
