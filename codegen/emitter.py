@@ -105,6 +105,18 @@ class Emitter:
 
         return self.load(I64, self.gep(self.args[1], self.i64(8 * PARAMS.index(symbol))))
 
+    def dim(self, d: Any) -> Value:
+        """Value of a dimension (int or ``ggufc.ir.dims.Dim``) as i64, from the params."""
+        if isinstance(d, int):
+            return self.i64(d)
+        total: Value | None = None
+        for symbols, factor in d.terms:
+            term = self.i64(factor)
+            for symbol in symbols:
+                term = self.b.mul(term, self.param(symbol))
+            total = term if total is None else self.b.add(total, term)
+        return total
+
     @property
     def tile(self) -> Value:
         return self.args[2]
@@ -172,6 +184,23 @@ class Emitter:
             else:
                 self.store(self.extract_vector(v, done, part), self.gep(p, done * size))
             done += part
+
+    def lane_mask(self, n: int, count: Value) -> Value:
+        """<n x i1>: lane index < ``count`` (i64, may exceed n or be negative)."""
+        lanes = self.const_vec(I32, range(n)) if n > 1 else self.i32(0)
+        bounded = self.b.trunc(self.imax(self.imin(count, self.i64(n)), self.i64(0)), I32)
+        return self.b.icmp_signed("<", lanes, self.splat(bounded, n))
+
+    def load_lanes(self, element: ir.Type, n: int, p: Value, mask: Value) -> Value:
+        """Lanes chosen by ``mask`` (<n x i1>); the rest are zero and their memory is not touched."""
+        ty = ir.VectorType(element, n)
+        fn = self.intrinsic(f"llvm.masked.load.{_suffix(ty)}.p0", ty, [PTR, I32, ir.VectorType(I1, n), ty])
+        return self.b.call(fn, [p, self.i32(1), mask, self.const(ty, 0)])
+
+    def store_lanes(self, v: Value, p: Value, mask: Value) -> None:
+        """Store the lanes chosen by ``mask``."""
+        fn = self.intrinsic(f"llvm.masked.store.{_suffix(v.type)}.p0", VOID, [v.type, PTR, I32, mask.type])
+        self.b.call(fn, [v, p, self.i32(1), mask])
 
     def prefetch(self, p: Value, locality: int = 0) -> None:
         fn = self.intrinsic("llvm.prefetch.p0", VOID, [PTR, I32, I32, I32])
@@ -437,5 +466,8 @@ def _natural(ty: ir.Type) -> int:
 
 def _suffix(ty: ir.Type) -> str:
     element = ty.element if isinstance(ty, ir.VectorType) else ty
-    name = {ir.FloatType: "f32", ir.DoubleType: "f64", ir.HalfType: "f16"}[type(element)]
+    if isinstance(element, ir.IntType):
+        name = f"i{element.width}"
+    else:
+        name = {ir.FloatType: "f32", ir.DoubleType: "f64", ir.HalfType: "f16"}[type(element)]
     return f"v{ty.count}{name}" if isinstance(ty, ir.VectorType) else name

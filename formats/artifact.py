@@ -58,7 +58,7 @@ class Cache(msgspec.Struct, frozen=True):
     row: int
     head: int
     window: int = 0
-    rope: dict[str, float | int | str] = {}
+    rope: dict[str, float | int | str | list[float]] = {}
 
 
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):

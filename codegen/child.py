@@ -1,0 +1,92 @@
+"""The compiling process: a JSON request on standard input, JSON lines (progress, error or report) on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from ggufc.codegen.options import CompileOptions, CompileReport
+from ggufc.formats.errors import GgufcError
+
+
+def compile_here(source: Path, output: Path, options: CompileOptions, progress=None) -> CompileReport:  # type: ignore[no-untyped-def]
+    """Compile in this process; ``progress(phase, done, total)``."""
+    from ggufc.codegen import frontend
+    from ggufc.codegen.artifact_writer import write_artifact
+    from ggufc.codegen.kernel_build import build_image
+    from ggufc.codegen.manifest import make_manifest
+    from ggufc.ir import print_graph
+
+    say = progress or (lambda phase, done, total: None)
+    clock = time.perf_counter
+    started = clock()
+    phases: dict[str, float] = {}
+
+    def lap(name: str) -> None:
+        phases[name] = clock() - started - sum(phases.values())
+
+    with frontend.open_model(source) as (gguf, model):
+        target = frontend.target_of(options)
+        say("graph", 0, 1)
+        compilations = frontend.compile_graphs(model, options)
+        specs = list(dict.fromkeys(spec for c in compilations for spec in c.schedule.kernels()))
+        lap("graph")
+        jobs = options.jobs or min(2, len(os.sched_getaffinity(0)))
+        image, kernels = build_image(specs, target, jobs, lambda done, total: say("kernels", done, total))
+        lap("kernels")
+        manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)
+        weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
+        graphs = {c.name: print_graph(c.graph) for c in compilations}
+        write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total))
+        lap("weights")
+        source_bytes = sum(os.path.getsize(p) for p in gguf.paths)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    helpers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return CompileReport(
+        str(output), clock() - started, source_bytes, output.stat().st_size, len(kernels), sum(len(c.schedule.steps) for c in compilations),
+        len(image.code), target.level, 1024 * (own + jobs * helpers), phases,
+    )
+
+
+def _send(event: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _stop)  # so that the temporary file is removed
+    request = json.load(sys.stdin)
+    last = [0.0]
+
+    def progress(phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - last[0] > 0.05:
+            last[0] = now
+            _send({"phase": phase, "done": done, "total": total})
+
+    try:
+        options = msgspec.convert(request["options"], CompileOptions)
+        report = compile_here(Path(request["source"]), Path(request["output"]), options, progress)
+    except (GgufcError, OSError) as error:
+        _send({"error": str(error)})
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    _send({"report": msgspec.to_builtins(report)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Kernel specifications to one image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from ggufc.codegen.cpu import driver, image, objectcode
+from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.emitter import Emitter
+from ggufc.codegen.kernels.base import KernelSpec, symbol
+from ggufc.formats.artifact import Kernel
+from ggufc.codegen.kernels.base import signature
+
+Progress = Callable[[int, int], None]
+
+
+def kernel_module(spec: KernelSpec, target: Target):  # type: ignore[no-untyped-def]
+    """LLVM module holding one kernel."""
+    module = objectcode.new_module(target, symbol(spec))
+    spec.emit(Emitter(module, target, symbol(spec)))
+    return module
+
+
+def driver_module(target: Target):  # type: ignore[no-untyped-def]
+    module = objectcode.new_module(target, "driver")
+    driver.emit_driver(module, target)
+    return module
+
+
+def kernel_object(spec: KernelSpec | None, target: Target) -> bytes:
+    """Object code of a kernel; of the driver functions for None."""
+    return objectcode.emit_object(target, driver_module(target) if spec is None else kernel_module(spec, target))
+
+
+def build_image(specs: Sequence[KernelSpec], target: Target, jobs: int, progress: Progress | None = None) -> tuple[image.Image, list[Kernel]]:
+    """Compile and link ``specs`` (with the driver functions); kernels keep the order of ``specs``."""
+    work: list[KernelSpec | None] = [None, *specs]
+    objects: list[bytes] = []
+    if jobs > 1 and len(work) > 2:
+        # Spawned, not forked: LLVM's state must not be shared, and the parent may run threads.
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            for done in pool.map(kernel_object, work, [target] * len(work)):
+                objects.append(done)
+                if progress:
+                    progress(len(objects), len(work))
+    else:
+        for item in work:
+            objects.append(kernel_object(item, target))
+            if progress:
+                progress(len(objects), len(work))
+    linked = image.link(objects)
+    kernels = []
+    for spec in specs:
+        offset, size = linked.symbols[symbol(spec)]
+        kernels.append(Kernel(symbol(spec), signature(spec), offset, size, spec.scratch_bytes(target)))
+    return linked, kernels
+
+
+def llvm_text(specs: Sequence[KernelSpec], target: Target) -> str:
+    """Optimised LLVM IR of the kernels."""
+    return "\n".join(str(objectcode.optimise(target, kernel_module(spec, target))) for spec in specs)
+
+
+def asm_text(specs: Sequence[KernelSpec], target: Target) -> str:
+    """Assembly of the kernels."""
+    return "\n".join(objectcode.emit_assembly(target, kernel_module(spec, target)) for spec in specs)

@@ -1,0 +1,455 @@
+"""The final graph to launches.
+
+Nodes are visited in order. A *fusion* claims several nodes and is emitted where its last node stands, so everything it reads exists by then: products take their
+bias, residual or gated activation along, normalisation and rounding become one launch, rotation stores straight into the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import attention_cpu, get_rows, matmul, quantize, rope, rowwise
+from ggufc.codegen.lower_generic import lower_generic
+from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, form, integer, rows_grid
+from ggufc.codegen.weight_plan import WeightPlan
+from ggufc.codegen.weights import activation_mode, q8_record
+from ggufc.formats.artifact import Affine, Input
+from ggufc.formats.ggml_types import row_bytes
+from ggufc.ir.dims import Dim, IntDim, product
+from ggufc.ir.graph import Graph, Node
+from ggufc.ir.layout import Layout, layout
+
+ITEM = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2, "f64": 8}
+
+
+@dataclass
+class Lowering:
+    """State of one lowering; ``run`` returns the schedule and the weights it needs."""
+
+    graph: Graph
+    schedule: Schedule
+    weights: WeightPlan
+    users: dict[Node, list[Node]] = field(default_factory=dict)
+    storage: dict[Node, Ref] = field(default_factory=dict)
+    rounded: dict[tuple[Node, int, str], Ref] = field(default_factory=dict)
+    anchors: dict[Node, Fusion] = field(default_factory=dict)
+    claimed: set[Node] = field(default_factory=set)
+    output_of: dict[Node, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        g = self.graph
+        self.users = g.users()
+        self.output_of = {node: name for name, node in g.outputs.items()}
+        for node in g.inputs():
+            a = node.attrs
+            self.schedule.inputs.append(Input(a["name"], a["kind"], node.dtype, [form(d) for d in node.ne], a["window"]))
+        for name, node in g.outputs.items():
+            self.schedule.outputs[name] = [form(d) for d in node.ne]
+        self._match()
+        for node in g.nodes:
+            fusion = self.anchors.get(node)
+            if fusion is not None:
+                fusion.emit(self)
+            elif node not in self.claimed and not node.is_leaf and not node.is_view:
+                self._lower(node)
+        for name, node in g.outputs.items():
+            if self.storage.get(node, NULL).kind != "output":
+                lower_generic(self, node, copy_to=Ref("output", name))
+
+    # -- matching ----------------------------------------------------------------------------------------------------
+
+    def _match(self) -> None:
+        for node in self.graph.nodes:
+            if node in self.claimed:
+                continue
+            for matcher in (match_product, match_add_norm, match_rope):
+                fusion = matcher(self, node)
+                if fusion is not None:
+                    self.anchors[fusion.anchor] = fusion
+                    self.claimed.update(fusion.nodes)
+                    break
+        # A normalised row that only rounded products read is never stored in f32.
+        for node in self.graph.nodes:
+            if node.op.name == "rms_norm_mul" and node not in self.claimed and self._only_rounded(node):
+                self.claimed.add(node)
+
+    def _only_rounded(self, norm: Node) -> bool:
+        users = self.users[norm]
+        return bool(users) and norm not in self.output_of and norm.type.rank == 2 and all(
+            u.op.name == "mul_mat" and u in self.claimed and u.operands[1] is norm and activation_mode(u.operands[0].dtype) != "f32" for u in users
+        )
+
+    def single_user(self, node: Node) -> Node | None:
+        users = self.users[node]
+        return users[0] if len(users) == 1 and node not in self.output_of else None
+
+    # -- references --------------------------------------------------------------------------------------------------
+
+    def ref(self, node: Node) -> tuple[Ref, Layout]:
+        """Address of element 0 of ``node`` and its layout."""
+        where = layout(node)
+        base = self.root_ref(where.root)
+        if isinstance(where.offset, Dim):
+            raise CodegenError(f"node {node.name!r}: a view at the moving offset {where.offset} can only be the target of cpy")
+        return base.at(where.offset * ITEM[where.root.dtype] if where.offset else 0), where
+
+    def root_ref(self, root: Node) -> Ref:
+        if root in self.storage:
+            return self.storage[root]
+        kind = root.op.name
+        if kind == "input":
+            return Ref("input", root.attrs["name"])
+        if kind == "cache":
+            return Ref("cache", root.attrs["name"])
+        if kind in ("set_rows", "cpy"):
+            return self.root_ref(layout(root.operands[0 if kind == "set_rows" else 1]).root)
+        if kind == "weight":
+            return Ref("weight", self.weights.request(root, "plain").name)
+        raise CodegenError(f"internal: node {root.name!r} ({kind}) is used before it is computed")
+
+    def rows(self, node: Node) -> tuple[Ref, int, IntDim]:
+        """(address, elements between rows, number of rows) of a matrix whose rows are contiguous."""
+        at, where = self.ref(node)
+        if not where.row_contiguous or isinstance(where.nb[1] if len(where.nb) > 1 else 0, Dim):
+            raise CodegenError(f"node {node.name!r}: rows are not contiguous")
+        count = product(where.ne[1:]) if len(where.ne) > 1 else 1
+        return at, int(where.nb[1]) if len(where.nb) > 1 else int(where.ne[0]), count
+
+    def result(self, node: Node) -> Ref:
+        """Fresh storage for the result of ``node``: the output buffer if it is an output."""
+        if node in self.output_of and node not in self.storage:
+            at = Ref("output", self.output_of[node])
+        else:
+            at = self.schedule.new_value(form(node.type.nbytes), node.name)
+        self.storage[node] = at
+        return at
+
+    def emit(self, step: Step) -> None:
+        self.schedule.steps.append(step)
+
+    # -- rounded activations -----------------------------------------------------------------------------------------
+
+    def rounded_rows(self, x: Node, mode: str) -> Ref:
+        """Rows of ``x`` as q8 records; computed once per (rows, mode), normalisation included where ``x`` is only ever rounded."""
+        key_node = layout(x).root
+        where = layout(x)
+        key = (key_node, int(where.offset), mode)
+        if key in self.rounded:
+            return self.rounded[key]
+        norm = key_node.op.name == "rms_norm_mul" and key_node in self.claimed and key_node not in self.storage
+        source = key_node.operands[0] if norm else x
+        at, ld, count = self.rows(source)
+        k = int(x.ne[0])
+        stride = q8_record(k)[0]
+        out = self.schedule.new_value(form(count, stride), f"{x.name} (q8)")
+        weight = Ref("weight", self.weights.request(key_node.operands[1], "plain").name) if norm else NULL
+        spec = quantize.Quantize(k, mode, norm, float(key_node.attrs["eps"]) if norm else 0.0)
+        sym, mult = rows_grid([count])
+        self.emit(Step(spec, (at, integer(ld), weight, out), (3,), x.name + ".q8", sym, 1, mult, bytes=form(count, 4 * k + stride)))
+        self.rounded[key] = out
+        return out
+
+    # -- single nodes ------------------------------------------------------------------------------------------------
+
+    def _lower(self, node: Node) -> None:
+        kind = node.op.name
+        if kind == "get_rows" and node.operands[0].op.name == "weight" and node.operands[0].type.rank == 2:
+            self._embedding(node)
+        elif kind == "rms_norm_mul" and node.type.rank == 2:
+            emit_norm(self, node, node, None)
+        elif kind == "flash_attn":
+            self._flash_attn(node)
+        elif kind == "rope_table":
+            self._rope_table(node)
+        elif kind == "set_rows":
+            self._set_rows(node)
+        elif kind == "mul_mat_id":
+            self._mul_mat_id(node)
+        else:
+            lower_generic(self, node)
+
+    def _embedding(self, node: Node) -> None:
+        table, ids = node.operands
+        k = int(table.ne[0])
+        weight = self.weights.request(table, "packed")
+        at, _ = self.ref(ids)
+        sym, mult = rows_grid(node.ne[1:])
+        out = self.result(node)
+        self.emit(Step(get_rows.GetRows(table.dtype, k), (Ref("weight", weight.name), at, out), (2,), node.name, sym, 1, mult, bytes=form(product(node.ne[1:]), 4 * k)))
+
+    def _flash_attn(self, node: Node) -> None:
+        q, k, v, cells, vis = node.operands
+        a = node.attrs
+        at, where = self.ref(q)
+        d, heads = int(where.ne[0]), int(where.ne[1])
+        if where.nb[0] != 1 or where.nb[1] != d:
+            raise CodegenError(f"node {node.name!r}: query heads are not contiguous")
+        dv = int(node.ne[0])
+        groups = int(a["n_head_kv"])
+        spec = attention_cpu.FlashAttn(d, dv, heads, groups, k.dtype, v.dtype, float(a["scale"]), float(a["softcap"]))
+        (sym, mult) = rows_grid([node.ne[2]])
+        out = self.result(node)
+        args = (at, integer(int(where.nb[2])), self.root_ref(k), self.root_ref(v), self.ref(cells)[0], self.ref(vis)[0], out, integer(dv * heads))
+        if mult != 1:
+            raise CodegenError(f"internal: node {node.name!r} has a fixed token count")
+        self.emit(
+            Step(
+                spec, args, (6,), node.name, sym, attention_cpu.TOKEN_BLOCK, groups,
+                bytes={"R": row_bytes(k.dtype, groups * d) + row_bytes(v.dtype, groups * dv)},
+            )
+        )
+
+    def _rope_table(self, node: Node) -> None:
+        pos = node.operands[0]
+        factors = node.operands[1] if len(node.operands) > 1 else None
+        a = node.attrs
+        spec = rope.RopeTable(
+            int(a["n_dims"]), float(a["base"]), float(a["freq_scale"]), float(a["ext_factor"]), float(a["attn_factor"]),
+            float(a["beta_fast"]), float(a["beta_slow"]), int(a["n_ctx_orig"]), factors is not None,
+        )
+        ff = Ref("weight", self.weights.request(factors, "plain").name) if factors is not None else NULL
+        sym, mult = rows_grid(node.ne[1:])
+        out = self.result(node)
+        self.emit(Step(spec, (self.ref(pos)[0], ff, out), (2,), node.name, sym, 1, mult))
+
+    def _set_rows(self, node: Node) -> None:
+        cache, source, slots = node.operands
+        at, ld, count = self.rows(source)
+        spec = rope.StoreRows(int(cache.ne[0]), cache.dtype)
+        sym, mult = rows_grid([count])
+        self.emit(Step(spec, (at, integer(ld), self.root_ref(cache), self.ref(slots)[0]), (2,), node.name, sym, 1, mult))
+
+    def _mul_mat_id(self, node: Node) -> None:
+        experts, x, ids = node.operands
+        if experts.op.name != "weight":
+            lower_generic(self, node)
+            return
+        k, n, n_expert = (int(d) for d in experts.ne)
+        used = int(node.ne[1])
+        mode = activation_mode(experts.dtype)
+        broadcast = x.type.ne4[1] == 1
+        if mode == "f32":
+            at, _, _ = self.rows(x)
+        else:
+            at = self.rounded_rows(x, mode)
+        spec = matmul.MatMulId(experts.dtype, k, n, n_expert, used, bool(broadcast))
+        out = self.result(node)
+        weight = self.weights.request(experts, "packed")
+        sym, mult = rows_grid([node.type.ne4[2]])
+        args = (Ref("weight", weight.name), at, out, self.ref(ids)[0])
+        self.emit(Step(spec, args, (2,), node.name, sym, 1, mult * matmul.tiles_per_token(spec), flops=form(product(node.type.ne), 2 * k)))
+
+
+@dataclass
+class Fusion:
+    """Several nodes that become one launch (plus the rounding of its activations), emitted at ``anchor``."""
+
+    anchor: Node
+    nodes: tuple[Node, ...]
+
+    def emit(self, low: Lowering) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Product(Fusion):
+    """``mul_mat`` by a weight with bias, residual or gate taken along."""
+
+    product: Node
+    bias: Node | None = None
+    residual: Node | None = None
+    glu: str = ""
+
+    def emit(self, low: Lowering) -> None:
+        w, x = self.product.operands
+        k, n = int(w.ne[0]), int(w.ne[1])
+        mode = activation_mode(w.dtype)
+        if mode == "f32":
+            at, ldx, count = low.rows(x)
+        else:
+            at, ldx, count = low.rounded_rows(x, mode), 0, product(x.ne[1:])
+        weight = low.weights.request(w, "glu" if self.glu else "packed")
+        sym, mult = rows_grid([count])
+        if not sym:
+            rows: str = str(mult)
+        elif mult == 1:
+            rows = sym
+        else:
+            raise CodegenError(f"node {self.product.name!r}: products over {count} rows are not supported")
+        epilogue = f"{self.glu}_glu" if self.glu else "add" if self.residual is not None else "none"
+        spec = matmul.MatMul(w.dtype, k, n, epilogue, self.bias is not None, rows)
+        residual, ldr = NULL, 0
+        if self.residual is not None:
+            residual, ldr, _ = low.rows(self.residual)
+        bias = Ref("weight", low.weights.request(self.bias, "plain").name) if self.bias is not None else NULL
+        out = low.result(self.anchor)
+        ldy = n // 2 if self.glu else n
+        args = (Ref("weight", weight.name), at, out, integer(ldx), integer(ldy), residual, integer(ldr), bias)
+        weight_bytes: Affine = {"": n * row_bytes(w.dtype, k)}
+        low.emit(
+            Step(
+                spec, args, (2,), self.product.name, "", 1, matmul.grid(spec),
+                bytes=add_forms(weight_bytes, form(count, 4 * ldy)), flops=form(count, 2 * k * n),
+                inplace=(2, 5) if self.residual is not None and _whole(self.residual) else None,
+            )
+        )
+
+
+def match_product(low: Lowering, node: Node) -> Product | None:
+    if node.op.name != "mul_mat" or node.operands[0].op.name != "weight" or node.operands[0].type.rank != 2 or node.type.rank != 2:
+        return None
+    if not all(isinstance(d, int) for d in layout(node.operands[1]).nb) or layout(node.operands[1]).nb[0] != 1:
+        return None
+    gated = _match_glu(low, node)
+    if gated is not None:
+        return gated
+    claimed, tail, bias, residual = [node], node, None, None
+    user = low.single_user(tail)
+    if user is not None and user.op.name == "add" and user not in low.claimed:
+        other = user.operands[1] if user.operands[0] is tail else None
+        if other is not None and other.op.name == "weight" and other.type.ne == (node.ne[0],):
+            bias, tail = other, user
+            claimed.append(user)
+            user = low.single_user(tail)
+    if user is not None and user.op.name == "add" and user not in low.claimed and user.type == tail.type:
+        other = user.operands[0] if user.operands[1] is tail else user.operands[1]
+        if other is not tail and other.type == tail.type and _has_rows(other) and layout(other).root.op.name != "weight":
+            residual, tail = other, user
+            claimed.append(user)
+    return Product(tail, tuple(claimed), node, bias, residual)
+
+
+def _match_glu(low: Lowering, node: Node) -> Product | None:
+    """gate and up in one product whose two row halves meet in one ``glu``."""
+    w = node.operands[0]
+    users = low.users[node]
+    n = int(w.ne[1])
+    if len(users) != 2 or n % 32 or node in low.output_of or not low.weights.two_sources(w):
+        return None
+    glus = {u for view in users for u in low.users[view]}
+    if len(glus) != 1 or not all(v.is_view and len(low.users[v]) == 1 for v in users):
+        return None
+    (glu,) = glus
+    if glu.op.name != "glu":
+        return None
+    gate, up = glu.operands
+    half = (n // 2, node.ne[1])
+    for view, offset in ((gate, 0), (up, n // 2)):
+        where = layout(view)
+        if view not in users or where.offset != offset or tuple(where.ne) != half or where.nb[0] != 1 or where.nb[1] != n:
+            return None
+    return Product(glu, (node, gate, up, glu), node, glu=glu.attrs["fn"])
+
+
+@dataclass
+class AddNorm(Fusion):
+    """``residual + rms_norm_mul(x)`` in one launch (gemma's post-norms)."""
+
+    norm: Node
+    residual: Node
+
+    def emit(self, low: Lowering) -> None:
+        emit_norm(low, self.norm, self.anchor, self.residual)
+
+
+def match_add_norm(low: Lowering, node: Node) -> AddNorm | None:
+    if node.op.name != "rms_norm_mul" or node.type.rank != 2:
+        return None
+    user = low.single_user(node)
+    if user is None or user.op.name != "add" or user in low.claimed or user.type != node.type:
+        return None
+    other = user.operands[0] if user.operands[1] is node else user.operands[1]
+    if other is node or other.type != node.type or not _has_rows(other):
+        return None
+    return AddNorm(user, (node, user), node, other)
+
+
+def emit_norm(low: Lowering, norm: Node, anchor: Node, residual: Node | None) -> None:
+    """RMS norm of rows with weight, and a residual where given."""
+    x, w = norm.operands
+    at, ldx, count = low.rows(x)
+    ne0 = int(norm.ne[0])
+    res, ldr, _ = low.rows(residual) if residual is not None else (NULL, 0, 0)
+    out = low.result(anchor)
+    spec = rowwise.RmsNorm(ne0, float(norm.attrs["eps"]), True, residual is not None)
+    weight = Ref("weight", low.weights.request(w, "plain").name)
+    sym, mult = rows_grid([count])
+    args = (at, integer(ldx), weight, res, integer(ldr), out, integer(ne0))
+    inplace = None
+    if residual is not None and _whole(residual):
+        inplace = (5, 3)
+    elif residual is None and _whole(x):
+        inplace = (5, 0)
+    low.emit(Step(spec, args, (5,), norm.name, sym, 1, mult, bytes=form(count, 8 * ne0), inplace=inplace))
+
+
+@dataclass
+class Rotation(Fusion):
+    """``rope_apply`` with the head norm before it and the cache store after it."""
+
+    rope: Node
+    norm: Node | None
+    store: Node | None
+
+    def emit(self, low: Lowering) -> None:
+        x = self.norm.operands[0] if self.norm is not None else self.rope.operands[0]
+        at, where = low.ref(x)
+        d, heads = int(where.ne[0]), int(where.ne[1])
+        a = self.rope.attrs
+        to = self.store.operands[0].dtype if self.store is not None else "f32"
+        eps = float(self.norm.attrs["eps"]) if self.norm is not None else 0.0
+        spec = rope.RopeApply(d, heads, int(a["n_dims"]), a["mode"], self.norm is not None, eps, to)
+        weight = Ref("weight", low.weights.request(self.norm.operands[1], "plain").name) if self.norm is not None else NULL
+        table = low.root_ref(self.rope.operands[1])
+        if self.store is not None:
+            out, slots = low.root_ref(self.store.operands[0]), low.ref(self.store.operands[2])[0]
+        else:
+            out, slots = low.result(self.rope), NULL
+        sym, mult = rows_grid([where.ne[2]])
+        args = (at, integer(int(where.nb[2])), table, weight, out, integer(d * heads), slots)
+        inplace = (4, 0) if self.store is None and _whole(x) else None
+        low.emit(Step(spec, args, (4,), self.rope.name, sym, 1, mult, bytes=form(where.ne[2], 8 * d * heads), inplace=inplace))
+
+
+def match_rope(low: Lowering, node: Node) -> Rotation | None:
+    if node.op.name != "rope_apply":
+        return None
+    x = node.operands[0]
+    norm = None
+    if x.op.name == "rms_norm_mul" and low.single_user(x) is node and _has_heads(x.operands[0]):
+        norm = x
+    elif not _has_heads(x):
+        return None
+    claimed = [node] if norm is None else [node, norm]
+    store, user = None, low.single_user(node)
+    if user is not None and user.op.name == "reshape":
+        last = low.single_user(user)
+        if last is not None and last.op.name == "set_rows" and last.operands[1] is user:
+            store = last
+            claimed.append(last)
+    return Rotation(store or node, tuple(claimed), node, norm, store)
+
+
+def _has_heads(node: Node) -> bool:
+    """[D, H, T] with adjacent heads and a fixed token stride."""
+    where = layout(node)
+    return len(where.ne) == 3 and where.nb[0] == 1 and where.nb[1] == where.ne[0] and isinstance(where.nb[2], int)
+
+
+def _has_rows(node: Node) -> bool:
+    where = layout(node)
+    return len(where.ne) == 2 and where.nb[0] == 1 and isinstance(where.nb[1], int)
+
+
+def _whole(node: Node) -> bool:
+    """The node covers its storage exactly, so an in-place result may take it over."""
+    where = layout(node)
+    return where.contiguous and where.offset == 0 and product(where.ne) == where.root.type.numel
+
+
+def lower(graph: Graph, name: str = "eval") -> tuple[Schedule, WeightPlan]:
+    """Schedule ``graph``; raises CodegenError naming the node that has no kernel."""
+    low = Lowering(graph, Schedule(name), WeightPlan(graph))
+    low.run()
+    return low.schedule, low.weights

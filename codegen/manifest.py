@@ -1,0 +1,70 @@
+"""The manifest of an artifact from what compilation knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ggufc.codegen.cpu.driver import EVAL, WORKER
+from ggufc.codegen.cpu.image import Image
+from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.frontend import Compilation
+from ggufc.codegen.kernels.base import KernelSpec
+from ggufc.codegen.options import CompileOptions
+from ggufc.codegen.weight_plan import as_f32
+from ggufc.formats import abi
+from ggufc.formats.artifact import Cache, Kernel, Manifest
+from ggufc.formats.gguf_reader import GGUFFile
+from ggufc.models.model import Model
+
+
+def make_manifest(
+    gguf: GGUFFile,
+    model: Model,
+    options: CompileOptions,
+    target: Target,
+    compilations: Sequence[Compilation],
+    specs: Sequence[KernelSpec],
+    kernels: list[Kernel],
+    image: Image,
+) -> Manifest:
+    index = {spec: i for i, spec in enumerate(specs)}
+    programs = []
+    for c in compilations:
+        counts: dict[str, int] = {}
+        for record in c.records:
+            for rule, n in record.counts.items():
+                counts[f"{record.name}:{rule}"] = counts.get(f"{record.name}:{rule}", 0) + n
+        observed = c.graph.analysis.get("observations", {})
+        programs.append(
+            c.schedule.finish(
+                index, nodes=len(c.graph.nodes), node_budget=int(c.graph.analysis.get("node-estimate", 0)), reuse_key=sorted(observed.items()), fusions=counts
+            )
+        )
+    caches = []
+    for info in model.caches({"type_k": options.type_k, "type_v": options.type_v}):
+        rope = dict(info.rope)
+        factors = rope.pop("factors", None)
+        if factors is not None:
+            values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
+            rope["freq_factors"] = [float(v) for v in values]
+        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope))
+    return Manifest(
+        abi=abi.ABI_VERSION,
+        arch=model.arch,
+        source_sha256=gguf.sha256(),
+        source_name=gguf.path.name,
+        target=target.triple,
+        level=target.level,
+        features=list(target.features),
+        n_vocab=model.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_embd=model.n_embd,
+        n_layer=model.n_layer,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        caches=caches,
+        programs=programs,
+        kernels=kernels,
+        drivers={name: image.symbols[name][0] for name in (WORKER, EVAL)},
+        options={"target": options.target, "pipeline": options.pipeline or "default"},
+    )

@@ -1,0 +1,34 @@
+"""Options and report of a compilation; the child process receives the one and returns the other as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CompileOptions(msgspec.Struct, frozen=True):
+    """What may differ between two artifacts of one model.
+
+    ``target``: ``native``, a feature level or a feature list. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline text, None for the default.
+    ``jobs``: processes that generate code, None for as many as there are cores (at most 2).
+    """
+
+    target: str = "native"
+    type_k: str = "f16"
+    type_v: str = "f16"
+    pipeline: str | None = None
+    jobs: int | None = None
+
+
+class CompileReport(msgspec.Struct, frozen=True):
+    """What a compilation produced; sizes in bytes, ``peak_rss`` over all processes together."""
+
+    output: str
+    seconds: float
+    source_bytes: int
+    artifact_bytes: int
+    kernels: int
+    launches: int
+    image_bytes: int
+    target: str
+    peak_rss: int
+    phases: dict[str, float]

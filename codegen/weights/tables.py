@@ -1,0 +1,40 @@
+"""Code tables and the byte look-up that applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ggufc.codegen.emitter import I8, Emitter, Value, vec
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Values of IQ4_NL and IQ4_XS (spec: quantised tensor types, section 2)."""
+
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the FP4 (E2M1) values of MXFP4."""
+
+
+def lookup16(e: Emitter, quads: list[Value], table: Sequence[int]) -> list[Value]:
+    """Replace every byte 0..15 of the quads by ``table[byte]`` (unsigned bytes)."""
+    lanes = e.target.lanes
+    name = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}.get(lanes) if "avx2" in e.target.features else None
+    if name is None:
+        return [_steps(e, q, table) for q in quads]
+    bytes_ = vec(I8, 4 * lanes)
+    shuffle = e.intrinsic(name, bytes_, [bytes_, bytes_])
+    register = e.const_vec(I8, [_signed(v) for v in table] * (lanes // 4))
+    return [e.b.bitcast(e.b.call(shuffle, [register, e.b.bitcast(q, bytes_)]), q.type) for q in quads]
+
+
+def _steps(e: Emitter, quad: Value, table: Sequence[int]) -> Value:
+    """Without a byte shuffle: start at the first entry and add the step at each threshold the code has passed."""
+    bytes_ = vec(I8, 4 * e.target.lanes)
+    code = e.b.bitcast(quad, bytes_)
+    value = e.const(bytes_, _signed(table[0]))
+    for i in range(1, 16):
+        passed = e.b.sext(e.b.icmp_signed(">", code, e.const(bytes_, i - 1)), bytes_)
+        value = e.b.add(value, e.b.and_(passed, e.const(bytes_, _signed(table[i] - table[i - 1] & 0xFF))))
+    return e.b.bitcast(value, quad.type)
+
+
+def _signed(v: int) -> int:
+    return v - 256 if v > 127 else v

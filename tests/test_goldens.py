@@ -1,0 +1,55 @@
+"""Compiled models against logits of another engine (golden cases), and real models against exact logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import golden_cases
+
+PREFIXES = ("llama-", "gemma3-", "quant-")
+CASES = golden_cases(*PREFIXES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """``run(case folder) -> {step name: logits}`` through a compiled artifact, as ``ggufc logits`` does."""
+    from ggufc.api import run_case_file
+
+    folder = tmp_path_factory.mktemp("artifacts")
+
+    def go(case: Path) -> dict[str, np.ndarray]:
+        return run_case_file(case / "model.gguf", case / "case.json", cache=folder)
+
+    return go
+
+
+def excess(got: np.ndarray, want: np.ndarray, rtol: float) -> np.ndarray:
+    """Per row the largest |a-b| beyond rtol*|b|."""
+    return (np.abs(got - want) - rtol * np.abs(want)).max(axis=-1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
+def test_golden(case, run):
+    spec = json.loads((case / "case.json").read_text())
+    results = run(case)
+    rows = []
+    for step in spec["steps"]:
+        if "name" not in step:
+            continue
+        want = np.load(case / f"{step['name']}.npy")
+        got = results[step["name"]]
+        assert got.shape == want.shape, step["name"]
+        assert np.isfinite(got).all()
+        rows.append(excess(got, want, spec["rtol"]))
+    worst = np.concatenate(rows)
+    rounded = spec.get("atol_if_activations_are_rounded_as_the_engine_does")
+    if rounded is None:
+        assert worst.max() <= spec["atol"]
+        return
+    # Quantised weights: every row within the tolerance, and either the typical or the best row close, depending on how activations are rounded.
+    assert worst.max() <= max(spec["atol"], rounded)
+    assert np.median(worst) <= spec["median_row_atol_unrounded"] or np.quantile(worst, 0.25) <= spec["low_quartile_row_atol_rounded"]
