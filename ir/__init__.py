@@ -6,11 +6,18 @@ reference; ``export`` other output formats.
 """
 
 from ggufc.ir.dims import Dim, IntDim, Sym
+from ggufc.ir.equality import structural_equal
 from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node
+from ggufc.ir.interp import evaluate_derived, interpret
 from ggufc.ir.layout import Layout, layout
 from ggufc.ir.ops import OPS
+from ggufc.ir.parse import parse_graph
 from ggufc.ir.text import print_graph
 from ggufc.ir.types import TensorType
+from ggufc.ir.verify import verify
 
-__all__ = ["OPS", "Dim", "Graph", "IRError", "IntDim", "Layout", "Node", "Sym", "TensorType", "layout", "print_graph"]
+__all__ = [
+    "OPS", "Dim", "Graph", "IRError", "IntDim", "Layout", "Node", "Sym", "TensorType",
+    "evaluate_derived", "interpret", "layout", "parse_graph", "print_graph", "structural_equal", "verify",
+]  # fmt: skip

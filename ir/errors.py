@@ -16,12 +16,17 @@ CONTEXT = 2
 class IRError(GgufcError):
     """A graph, type, dimension or text that breaks a rule.
 
-    With ``graph`` and ``node`` the message shows the node's line marked with ``>`` and two neighbours on each side.
+    With ``graph`` and ``node`` the message shows the node's line marked with ``>`` and two neighbours on each side. Errors in text carry
+    ``line`` and ``column`` (from 1).
     """
 
-    def __init__(self, message: str, *, graph: Graph | None = None, node: Node | None = None) -> None:
+    def __init__(
+        self, message: str, *, graph: Graph | None = None, node: Node | None = None, line: int | None = None, column: int | None = None
+    ) -> None:
         self.message = message
         self.node = node
+        self.line = line
+        self.column = column
         super().__init__(message + excerpt(graph, node) if graph is not None and node is not None else message)
 
 

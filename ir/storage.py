@@ -127,7 +127,7 @@ def decode(data: np.ndarray, dtype: str) -> np.ndarray:
     from ggufc.formats.quants import dequantize
 
     n = _row_values(dtype, data.shape[-1])
-    return np.asarray(dequantize(data, dtype, n), dtype=np.float32).reshape(*data.shape[:-1], n)
+    return dequantize(dtype, data, n).reshape(*data.shape[:-1], n)
 
 
 def _row_values(dtype: str, size: int) -> int:
@@ -152,13 +152,12 @@ def encode(values: np.ndarray, dtype: str) -> Any:
     from ggufc.formats.quants import quantize
 
     rows = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, values.shape[-1])
-    return Stored(dtype, ne, np.asarray(quantize(rows, dtype), dtype=np.uint8).reshape(stored_shape(dtype, ne)))
+    return Stored(dtype, ne, np.asarray(quantize(dtype, rows), dtype=np.uint8).reshape(stored_shape(dtype, ne)))
 
 
 def round_activations(b: np.ndarray, weight_dtype: str) -> np.ndarray:
     """The activations of a product with weights of ``weight_dtype`` as the engine rounds them; unchanged for plain float weights."""
-    if not is_quantised(weight_dtype):
-        return b
-    from ggufc.formats.activations import round_rows
+    from ggufc.formats import activations
 
-    return np.asarray(round_rows(np.ascontiguousarray(b, dtype=np.float32), weight_dtype), dtype=np.float32)
+    mode = activations.activation_mode(weight_dtype)
+    return b if mode == "f32" else activations.round_activations(np.ascontiguousarray(b, dtype=np.float32), mode)
