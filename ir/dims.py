@@ -163,11 +163,6 @@ def from_form(form: Mapping[str, int]) -> IntDim:
     return _collect(((s,) if s else (), coef) for s, coef in form.items())
 
 
-def divides(d: IntDim, by: int) -> bool:
-    """Whether every coefficient of ``d`` is a multiple of ``by``, so that ``divide`` succeeds for all values of the symbols."""
-    return by != 0 and all(coef % by == 0 for _, coef in _terms(d))
-
-
 def divide(d: IntDim, by: IntDim) -> IntDim:
     """Exact quotient; ``by`` may be an int or a single product such as ``4*T``. Raises ``IRError`` if a remainder is possible."""
     factors = _terms(by)
@@ -185,6 +180,19 @@ def divide(d: IntDim, by: IntDim) -> IntDim:
             raise IRError(f"Dimension {d} is not a multiple of {by}.")
         out.append((tuple(rest), c // coef))
     return _collect(out)
+
+
+def is_multiple(d: IntDim, by: IntDim) -> bool:
+    """Whether ``divide(d, by)`` is exact for all values of the symbols."""
+    if d == by:
+        return by != 0
+    if isinstance(d, int) and isinstance(by, int):
+        return by != 0 and d % by == 0
+    try:
+        divide(d, by)
+    except IRError:
+        return False
+    return True
 
 
 def product(dims: Iterable[IntDim]) -> IntDim:

@@ -82,7 +82,9 @@ class Graph:
         self.symbols = tuple(self.symbols)
         self._cursor: int | None = None
 
-    def add(self, op_name: str, *operands: Node | None, name: str = "", loc: str = "", type: TensorType | None = None, **attrs: Any) -> Node:
+    def add(
+        self, op_name: str, *operands: Node | None, name: str = "", loc: str = "", type: TensorType | None = None, **attrs: Any
+    ) -> Node:
         """Appends a node (or inserts it at the cursor) and returns it.
 
         The type is inferred; leaves with a declared type (``input``, ``weight``, ``cache``) need ``type``. Where an operator has an

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ggufc.ir.dims import IntDim, evaluate, product
+from ggufc.ir.dims import IntDim, divide, evaluate, is_multiple, product
 from ggufc.ir.errors import IRError
 
 if TYPE_CHECKING:
@@ -85,33 +85,18 @@ def reshape_layout(base: Layout, ne: tuple[IntDim, ...]) -> Layout:
                 raise IRError("reshape: the element counts differ.")
             have, stride = old[at]
             at += 1
-        while not _fits(want, have):
+        while not is_multiple(have, want):
             if at == len(old) or old[at][1] != stride * have:
                 raise IRError(
-                    f"reshape: a view with ne {_show(base.ne)} and nb {_show(base.nb)} cannot become {_show(ne)} without a copy; insert cont before it."
+                    f"reshape: a view with ne {_show(base.ne)} and nb {_show(base.nb)} cannot become {_show(ne)} without a copy; "
+                    "insert cont before it."
                 )
             have = have * old[at][0]
             at += 1
         nb.append(stride)
         stride = stride * want
-        have = _quotient(have, want)
+        have = divide(have, want)
     return Layout(base.root, base.offset, ne, tuple(nb))
-
-
-def _fits(part: IntDim, whole: IntDim) -> bool:
-    from ggufc.ir.dims import divide
-
-    try:
-        divide(whole, part)
-    except IRError:
-        return False
-    return True
-
-
-def _quotient(whole: IntDim, part: IntDim) -> IntDim:
-    from ggufc.ir.dims import divide
-
-    return divide(whole, part)
 
 
 def _show(dims: tuple[IntDim, ...]) -> str:

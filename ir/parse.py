@@ -23,11 +23,11 @@ from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.ops import OPS
 from ggufc.ir.ops.base import Attr, Op
+from ggufc.ir.text import WORD
 from ggufc.ir.types import TensorType, parse_type
 from ggufc.ir.verify import verify
 
 _SPACE = re.compile(r"(?:\s+|#[^\n]*)*")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*|[0-9][A-Za-z0-9_.\-]*")
 _ID = re.compile(r"%[A-Za-z0-9_.]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NUMBER = re.compile(r"[-+]?(?:inf|[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
@@ -90,7 +90,7 @@ class _Parser:
 
     def keyword(self, word: str) -> bool:
         self.skip()
-        m = _WORD.match(self.text, self.pos)
+        m = WORD.match(self.text, self.pos)
         if m is None or m.group() != word:
             return False
         self.pos = m.end()
@@ -107,7 +107,7 @@ class _Parser:
         if not self.keyword("graph"):
             self.fail("a graph starts with the word graph.")
         self.expect("@", "before the graph's name")
-        name = self.string("a name") if self.peek('"') else self.match(_WORD, "the graph's name")[0]
+        name = self.string("a name") if self.peek('"') else self.match(WORD, "the graph's name")[0]
         self.expect("(", "before the symbols")
         symbols: list[str] = []
         while not self.accept(")"):
@@ -133,7 +133,7 @@ class _Parser:
             at = self.pos
             if self.pos >= len(self.text):
                 self.fail("the text ends inside a graph; '}' is missing.")
-            word = self.match(_WORD, "a node (%0 = ...), output, derived, analysis or '}'")[0]
+            word = self.match(WORD, "a node (%0 = ...), output, derived, analysis or '}'")[0]
             if word not in ("output", "derived", "analysis"):
                 self.fail(f"{word!r} is not expected here; a node (%0 = ...), output, derived, analysis or '}}' is.", at)
             key_at = self.pos
@@ -192,7 +192,8 @@ class _Parser:
         self.expect(":", "before the result's type")
         stated, type_at = self.type()
         try:
-            node = g.add(op_name, *operands, name=name or attrs.pop("name", ""), loc=loc, type=stated if op.declared_type else None, **attrs)
+            declared = stated if op.declared_type else None
+            node = g.add(op_name, *operands, name=name or attrs.pop("name", ""), loc=loc, type=declared, **attrs)
         except IRError as e:
             self.fail(e.message, op_at)
         if node.type != stated:

@@ -79,8 +79,7 @@ class Stored:
 
     def with_rows(self, idx: np.ndarray, rows: np.ndarray) -> Stored:
         """A copy in which row ``idx[t]`` is ``rows[t]``, converted."""
-        if idx.size and (idx.min() < 0 or idx.max() >= self.data.shape[0]):
-            raise IRError(f"set_rows: cell {int(idx.min() if idx.min() < 0 else idx.max())} does not exist; the cache has {self.data.shape[0]} cells.")
+        check_indices("set_rows", "cell", idx, self.data.shape[0])
         data = self.data.copy()
         new = encode(np.ascontiguousarray(rows), self.dtype)
         for t, cell in enumerate(idx.tolist()):
@@ -101,7 +100,7 @@ class Target:
         new = encode(np.ascontiguousarray(values).reshape(tuple(reversed(self.ne))), base.dtype)
         if isinstance(new, Stored):
             if self.offset % base.ne[0] or self.ne[0] % base.ne[0]:
-                raise IRError(f"cpy: {base.dtype} rows can only be written whole; element offset {self.offset} lies inside a row of {base.ne[0]}.")
+                raise IRError(f"cpy: only whole rows of {base.ne[0]} {base.dtype} values can be written, not from element {self.offset}.")
             start = self.offset // base.ne[0] * data.shape[-1]
             data.reshape(-1)[start : start + new.data.size] = new.data.reshape(-1)
         else:
@@ -113,9 +112,16 @@ def strided(flat: np.ndarray, offset: int, ne: tuple[int, ...], nb: tuple[int, .
     """View of a flat array in numpy order; raises ``IRError`` when it would leave the array."""
     last = offset + sum((n - 1) * s for n, s in zip(ne, nb))
     if 0 not in ne and not (offset >= 0 and last < flat.size):
-        raise IRError(f"A view reaches element {last} of a tensor with {flat.size} elements (offset {offset}, ne {list(ne)}, nb {list(nb)}).")
+        raise IRError(f"A view (offset {offset}, ne {list(ne)}, nb {list(nb)}) reaches element {last} of a tensor of {flat.size} elements.")
     strides = tuple(s * flat.itemsize for s in reversed(nb))
     return np.lib.stride_tricks.as_strided(flat[offset:], tuple(reversed(ne)), strides, writeable=writeable)
+
+
+def check_indices(op: str, what: str, idx: np.ndarray, limit: int) -> None:
+    """Raises ``IRError`` unless all indices lie in 0..limit-1."""
+    if idx.size and not 0 <= idx.min() <= idx.max() < limit:
+        bad = int(idx.min() if idx.min() < 0 else idx.max())
+        raise IRError(f"{op}: {what} {bad} does not exist; there are {limit} (0..{limit - 1}).")
 
 
 def decode(data: np.ndarray, dtype: str) -> np.ndarray:

@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from ggufc.ir.graph import UNKNOWN, Graph, Node, default_name
 
 INDENT = "  "
+WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def print_graph(g: Graph) -> str:
@@ -91,6 +93,6 @@ def quote(s: str) -> str:
 
 def name(s: str) -> str:
     """Graph names that are plain words print bare, others quoted."""
-    return s if s and s.replace("_", "a").replace(".", "a").replace("-", "a").isalnum() and s.isascii() else quote(s)
+    return s if WORD.fullmatch(s) else quote(s)
 
 

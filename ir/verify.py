@@ -175,4 +175,4 @@ def _verify_analysis(g: Graph) -> None:
         except (TypeError, ValueError) as e:
             raise IRError(f"The result of analysis {key!r} is not plain data: {e}.") from None
         if not same:
-            raise IRError(f"The result of analysis {key!r} does not survive printing; use lists, strings as keys, numbers and strings only.")
+            raise IRError(f"The result of analysis {key!r} does not survive printing; use lists, numbers, strings, and strings as keys.")

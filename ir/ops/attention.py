@@ -98,8 +98,8 @@ class KqMask(Op):
 class FlashAttn(Op):
     """Attention over the visible cells of a cache, without the score matrix.
 
-    ``s = scale * (k . q)``, soft-capped when ``softcap`` is not 0, softmax over the token's visible cells, weighted sum of v. Query head ``h``
-    reads KV head ``h // (H / n_head_kv)``. A token that sees nothing gets zeros.
+    ``s = scale * (k . q)``, soft-capped when ``softcap`` is not 0, softmax over the token's visible cells, weighted sum of v. Query head
+    ``h`` reads KV head ``h // (H / n_head_kv)``. A token that sees nothing gets zeros.
     """
 
     name = "flash_attn"
@@ -136,7 +136,7 @@ class FlashAttn(Op):
 
     def evaluate(self, call: Call) -> np.ndarray:
         q, k, v, cells, vis = call.args
-        tokens, heads, d = q.shape
+        _, heads, d = q.shape
         g, cap = call.attrs["n_head_kv"], call.attrs["softcap"]
         out = np.zeros(call.shape, np.float32)
         for t, seen in enumerate(visible_cells("flash_attn", cells, vis, k.shape[0])):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ggufc.ir.dims import Dim, IntDim, product
+from ggufc.ir.dims import Dim, IntDim, is_multiple, product
 from ggufc.ir.errors import IRError
 from ggufc.ir.types import FLOATS, TensorType
 
@@ -192,9 +192,7 @@ def register(cls: type[Op]) -> type[Op]:
 
 def repeats_to(small: IntDim, large: IntDim) -> bool:
     """Whether a dimension of ``small`` elements can be repeated a whole number of times to make ``large``."""
-    if small == large or small == 1:
-        return True
-    return isinstance(small, int) and isinstance(large, int) and small > 0 and large % small == 0
+    return small == large or small == 1 or is_multiple(large, small)
 
 
 def require_repeat(op: str, b: TensorType, a: TensorType) -> None:

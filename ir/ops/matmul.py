@@ -10,7 +10,7 @@ import numpy as np
 from ggufc.ir.dims import IntDim
 from ggufc.ir.errors import IRError
 from ggufc.ir.ops.base import Call, Op, Operand, f32, register, repeats_to
-from ggufc.ir.storage import round_activations
+from ggufc.ir.storage import check_indices, round_activations
 from ggufc.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class MulMatId(Op):
 
     def evaluate(self, call: Call) -> np.ndarray:
         a, b, ids = call.args
-        if ids.size and (ids.min() < 0 or ids.max() >= a.shape[0]):
-            raise IRError(f"mul_mat_id: expert id outside 0..{a.shape[0] - 1}: {ids.min()}..{ids.max()}.")
+        check_indices("mul_mat_id", "expert", ids, a.shape[0])
         if call.round_activations:
             b = round_activations(b, call.types[0].dtype)
         out = np.empty(call.shape, np.float32)

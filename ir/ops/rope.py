@@ -87,8 +87,8 @@ def check_angles(op: str, attrs: Mapping[str, Any], ff: TensorType | None) -> No
         raise IRError(f"{op}: n_dims = {n} must be even and at least 2.")
     if attrs["base"] <= 0 or attrs["freq_scale"] <= 0:
         raise IRError(f"{op}: base = {attrs['base']} and freq_scale = {attrs['freq_scale']} must be above 0.")
-    if attrs["ext_factor"] != 0 and (attrs["n_ctx_orig"] <= 0 or attrs["base"] == 1 or attrs["beta_fast"] <= 0 or attrs["beta_slow"] <= 0):
-        raise IRError(f"{op}: YaRN (ext_factor = {attrs['ext_factor']}) needs n_ctx_orig, beta_fast and beta_slow above 0, and a base other than 1.")
+    if attrs["ext_factor"] != 0 and (min(attrs["n_ctx_orig"], attrs["beta_fast"], attrs["beta_slow"]) <= 0 or attrs["base"] == 1):
+        raise IRError(f"{op}: YaRN (ext_factor {attrs['ext_factor']}) needs n_ctx_orig, beta_fast and beta_slow above 0, and a base but 1.")
     if ff is not None and (not isinstance(ff.ne[0], int) or ff.ne[0] < n // 2):
         raise IRError(f"{op}: the frequency factors {ff} must have at least n_dims/2 = {n // 2} entries.")
 

@@ -10,7 +10,7 @@ import numpy as np
 from ggufc.ir.dims import IntDim
 from ggufc.ir.errors import IRError
 from ggufc.ir.ops.base import Attr, Call, Op, Operand, register
-from ggufc.ir.storage import Stored
+from ggufc.ir.storage import Stored, check_indices
 from ggufc.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ class GetRows(Op):
     """Row ``idx[t]`` of ``a`` for each ``t``, dequantised to f32."""
 
     name = "get_rows"
-    operands = (Operand("a", "table [K, N]", "any", min_rank=2, max_rank=2, stored=True), Operand("idx", "rows wanted [T]", "i32", max_rank=1))
+    operands = (
+        Operand("a", "table [K, N]", "any", min_rank=2, max_rank=2, stored=True),
+        Operand("idx", "rows wanted [T]", "i32", max_rank=1),
+    )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
         a, idx = operands[0].type, operands[1].type
@@ -32,9 +35,7 @@ class GetRows(Op):
 
     def evaluate(self, call: Call) -> np.ndarray:
         table, idx = call.args
-        rows = call.types[0].ne[1] if not isinstance(table, np.ndarray) else table.shape[0]
-        if idx.size and (idx.min() < 0 or idx.max() >= rows):
-            raise IRError(f"get_rows: row {int(idx.min() if idx.min() < 0 else idx.max())} does not exist; the table has rows 0..{rows - 1}.")
+        check_indices("get_rows", "row", idx, table.ne[1] if isinstance(table, Stored) else table.shape[0])
         found = table.rows(idx) if isinstance(table, Stored) else table[idx]
         return np.asarray(found, dtype=np.float32)
 
@@ -97,8 +98,7 @@ class Blend(Op):
     def evaluate(self, call: Call) -> np.ndarray:
         out = np.array(call.args[0], dtype=np.float32)
         idx = call.args[1]
-        if idx.size and (idx.min() < 0 or idx.max() >= out.shape[-1]):
-            raise IRError(f"blend: an index lies outside 0..{out.shape[-1] - 1}.")
+        check_indices("blend", "element", idx, out.shape[-1])
         np.put_along_axis(out, idx.reshape(out.shape[:-1] + idx.shape[-1:]), np.float32(call.attrs["value"]), axis=-1)
         return out
 
