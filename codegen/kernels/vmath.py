@@ -1,7 +1,8 @@
 """Elementary functions as straight-line code on vectors (or scalars) of f32, and sine/cosine on f64.
 
-Every function is a fixed sequence of IEEE operations per lane, so a value's result does not depend on its lane, its vector width or its neighbours. The
-polynomials are minimax fits made for this project (weighted least squares iterated on Chebyshev nodes, coefficients rounded to f32); their errors are tested.
+Every function is a fixed sequence of IEEE operations per lane, so a value's result does not depend on its lane, its vector width or
+its neighbours. The polynomials are minimax fits made for this project (weighted least squares iterated on Chebyshev nodes,
+coefficients rounded to f32); their errors are tested.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def inputs(fn):
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
-def test_error_bound(loaded, fn):  # S37
+def test_error_bound(loaded, fn):
     target, image = loaded
     x = inputs(fn)
     y = run(Apply(fn), target, [x, np.zeros(4096, np.float32)], 1, loaded=image)[1]

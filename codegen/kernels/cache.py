@@ -1,0 +1,109 @@
+"""Rows of values in a storage type: how cache rows lie in memory, and conversion from and to f32 lanes.
+
+Storage types are ``f32 f16 bf16`` and ``q8_0`` (ggml's block: f16 scale max|x|/127, then 32 signed bytes; 34 bytes for 32 values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.emitter import F32, I8, I16, I32, Emitter, Value, vec
+from ggufc.codegen.errors import CodegenError
+
+STORAGE = ("f32", "f16", "bf16", "q8_0")
+SIZES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4}
+Q8_0_VALUES, Q8_0_BYTES = 32, 34
+
+
+def check_storage(dtype: str, row: int, what: str) -> None:
+    """Refuse storage types without conversion code, and rows that are not whole blocks."""
+    if dtype not in STORAGE:
+        raise CodegenError(f"{what}: {dtype!r} is not a storage type for caches; use one of {', '.join(STORAGE)}")
+    if dtype == "q8_0" and row % Q8_0_VALUES:
+        raise CodegenError(f"{what}: q8_0 needs a multiple of {Q8_0_VALUES} values, not {row}; use an f16 cache for this model")
+
+
+def row_bytes(dtype: str, row: int) -> int:
+    """Bytes of ``row`` values."""
+    return row // Q8_0_VALUES * Q8_0_BYTES if dtype == "q8_0" else row * SIZES[dtype]
+
+
+def load_f32(e: Emitter, dtype: str, n: int, p: Value, count: int | None = None) -> Value:
+    """``n`` lanes of f32 from ``n`` stored values (``f32 f16 bf16``) at ``p``; only the first ``count`` are read if given."""
+    element = F32 if dtype == "f32" else I16
+    v = e.load(vec(element, n), p) if n == 1 or count is None else e.load_masked(element, n, p, count)
+    return widen(e, dtype, v)
+
+
+def widen(e: Emitter, dtype: str, v: Value) -> Value:
+    """Stored lanes (f32, or i16 holding f16/bf16) to f32."""
+    return v if dtype == "f32" else e.f16_to_f32(v) if dtype == "f16" else e.bf16_to_f32(v)
+
+
+def narrow(e: Emitter, dtype: str, v: Value) -> Value:
+    """f32 lanes to stored lanes, round to nearest even."""
+    return v if dtype == "f32" else e.f32_to_f16(v) if dtype == "f16" else e.f32_to_bf16(v)
+
+
+def load_q8_0(e: Emitter, n: int, block: Value, at: Value | int, scale: Value) -> Value:
+    """``n`` values of the q8_0 block at ``block`` starting with value ``at``, times ``scale`` (f32 scalar, see ``q8_0_scale``)."""
+    b = e.b
+    bytes_ = e.load(vec(I8, n), e.gep(e.gep(block, 2), at))
+    return b.fmul(b.sitofp(b.sext(bytes_, vec(I32, n)), vec(F32, n)), e.splat(scale, n))
+
+
+def q8_0_scale(e: Emitter, block: Value) -> Value:
+    return e.f16_to_f32(e.load(I16, block))
+
+
+def store_row(e: Emitter, dtype: str, row: int, source: Value, target: Value) -> None:
+    """Convert ``row`` f32 values at ``source`` to storage at ``target``."""
+    if dtype == "q8_0":
+        with e.for_range(0, row // Q8_0_VALUES, name="block") as i:
+            _store_q8_0(e, e.at(source, i, 4 * Q8_0_VALUES), e.at(target, i, Q8_0_BYTES))
+        return
+    n, size = e.target.lanes, SIZES[dtype]
+    with e.for_range(0, row - row % n, n) as i:
+        e.store(narrow(e, dtype, e.load(vec(F32, n), e.at(source, i, 4))), e.at(target, i, size))
+    if row % n:
+        i = row - row % n
+        v = e.load_masked(F32, n, e.gep(source, 4 * i), row % n)
+        e.store_masked(narrow(e, dtype, v), e.gep(target, size * i), row % n)
+
+
+def _store_q8_0(e: Emitter, source: Value, target: Value) -> None:
+    b, n = e.b, e.target.lanes
+    chunks = [e.load(vec(F32, n), e.gep(source, 4 * i)) for i in range(0, Q8_0_VALUES, n)]
+    largest = e.fabs(chunks[0])
+    for v in chunks[1:]:
+        largest = e.fmax(largest, e.fabs(v))
+    top = e.reduce(largest, "max")
+    e.store(e.f32_to_f16(b.fdiv(top, e.f32(127.0))), target)
+    inverse = b.select(b.fcmp_ordered(">", top, e.f32(0.0)), b.fdiv(e.f32(127.0), top), e.f32(0.0))
+    for i, v in enumerate(chunks):
+        # Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; the low byte of the sum is the quantised value.
+        shifted = b.fadd(b.fmul(v, e.splat(inverse, n)), e.const(v.type, 12582912.0))
+        e.store(b.trunc(b.bitcast(shifted, vec(I32, n)), vec(I8, n)), e.gep(target, 2 + i * n))
+
+
+@dataclass(frozen=True)
+class StoreRows:
+    """Rows f32[row, T] (leading dimension ``ldx``) converted to ``dtype`` into rows ``slots[t]`` of a cache; one tile per token."""
+
+    row: int
+    dtype: str
+    arg_names: ClassVar[tuple[str, ...]] = ("x", "ldx", "cache", "slots")
+
+    def __post_init__(self) -> None:
+        check_storage(self.dtype, self.row, "set_rows")
+
+    def emit(self, e: Emitter) -> None:
+        x = e.at(e.arg_ptr(0), e.b.mul(e.tile, e.arg_int(1)), 4)
+        slot = e.sext64(e.load(I32, e.at(e.arg_ptr(3), e.tile, 4)))
+        store_row(e, self.dtype, self.row, x, e.at(e.arg_ptr(2), slot, row_bytes(self.dtype, self.row)))
+        e.ret()
+
+    def scratch_bytes(self, target: Target) -> int:
+        return 0
