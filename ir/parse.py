@@ -138,7 +138,8 @@ class _Parser:
                 self.fail(f"{word!r} is not expected here; a node (%0 = ...), output, derived, analysis or '}}' is.", at)
             key_at = self.pos
             key = self.string(f"the name of the {word}")
-            into: dict[str, Any] = {"output": g.outputs, "derived": g.derived, "analysis": g.analysis}[word]
+            sections: dict[str, dict[str, Any]] = {"output": g.outputs, "derived": g.derived, "analysis": g.analysis}
+            into = sections[word]
             if key in into:
                 self.fail(f"{word} {key!r} is given twice.", key_at + 1)
             into[key] = getattr(self, f"_{word}")(g, values, key)

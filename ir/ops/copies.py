@@ -80,13 +80,17 @@ class Concat(Op):
         ne[dim] = a.ne4[dim] + b.ne4[dim]
         return TensorType(a.dtype, tuple(ne))
 
+    def verify(self, node: Node) -> None:
+        if node.type.quantised and any(o.is_view for o in node.operands):
+            raise IRError(f"concat: parts of the quantised type {node.type.dtype} must be whole tensors, not views.")
+
     def evaluate(self, call: Call) -> Any:
-        parts = [x.rank(len(call.ne)) if isinstance(x, Stored) else x for x in call.args]
-        if any(isinstance(x, Stored) for x in parts):
-            data = np.concatenate([x.data for x in parts], axis=len(call.ne) - 1 - call.attrs["dim"])
-            return Stored(call.type.dtype, call.ne, data)
+        axis = len(call.ne) - 1 - call.attrs["dim"]
+        if call.type.quantised:
+            return Stored(call.type.dtype, call.ne, np.concatenate([x.rank(len(call.ne)).data for x in call.args], axis=axis))
+        parts = [x.array if isinstance(x, Stored) else x for x in call.args]
         lifted = [x.reshape((1,) * (len(call.ne) - x.ndim) + x.shape) for x in parts]
-        return np.concatenate(lifted, axis=len(call.ne) - 1 - call.attrs["dim"])
+        return encode(np.concatenate(lifted, axis=axis), call.type.dtype)
 
     def flops(self, node: Node) -> IntDim:
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def _rms(x: np.ndarray, eps: float) -> np.ndarray:
 class RowOp(Op):
     """Base of operators that treat each row (dimension 0) by itself and keep the shape."""
 
-    operands = (Operand("a", "rows"),)
+    operands: ClassVar[tuple[Operand, ...]] = (Operand("a", "rows"),)
     attrs = (_EPS,)
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
