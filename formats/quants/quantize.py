@@ -74,7 +74,7 @@ def mxfp4(x: np.ndarray) -> np.ndarray:
         # frexp gives max = f * 2^exponent with f < 1, and 8 * 2^(e-128) is the power of two below the table's largest value 12.
         e = np.clip(exponent - 4 + more + 128, 0, 254)
         d = np.ldexp(np.float32(1), e - 128)
-        at = nearest(table, np.clip(x * np.ldexp(np.float32(1), 128 - e), -24, 24))
+        at = nearest(table, np.clip(np.ldexp(x, 128 - e), -24, 24))
         error = np.square(x - d * table[at]).sum(axis=1, keepdims=True)
         packed = np.concatenate([e.astype(np.uint8), pack_planes(codes[at], 16, 4)], axis=1)
         np.copyto(out, packed, where=error < best)
