@@ -6,36 +6,41 @@ is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ggufc.ir import Node, TensorType
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
 from ggufc.models.hparams import HParams
 from ggufc.models.weights import TensorSpec
 
+PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
 ROPE_FACTORS = "rope_freqs.weight"
+BLOCK_TYPES = ("q8_0",)
+"""Cache types stored in blocks along a row: the transposed view of V crosses blocks, so V is decoded first."""
 
 _PROJECTION_NODES = 4 * LINEAR_NODES
 _ROTATION_NODES = 2 * (1 + NORM_NODES + 1) + 2
 """Reshape, per-head norm and rotation of q and k; the factor tensor and its cast."""
-_CACHE_NODES = 2 * 3 + 1
-"""Cache, store and view of K and V; the key's reshape before its store."""
+_CACHE_NODES = 2 * 3 + 2
+"""Cache, store and view of K and V; the key's reshape before its store; the decoded V of block types."""
 _SCORE_NODES = 2 + 1 + 1 + 4
 """Permuted queries and scores, the score cap, soft_max; weighted sum, its permute, cont and reshape; the wanted rows."""
 ATTENTION_NODES = _PROJECTION_NODES + _ROTATION_NODES + _CACHE_NODES + _SCORE_NODES + 1
 
 
-def attention_tensors(hp: HParams, i: int, *, biases: bool = False, head_norms: bool = False) -> Iterator[TensorSpec]:
-    """Tensors of layer ``i``; ``biases`` allows the four optional biases, ``head_norms`` requires the per-head norms of q and k."""
+def attention_tensors(
+    hp: HParams, i: int, *, biases: Collection[str] = (), optional_biases: Collection[str] = (), head_norms: bool = False
+) -> Iterator[TensorSpec]:
+    """Tensors of layer ``i``. ``biases`` and ``optional_biases`` name projections of ``PROJECTIONS`` that must or may have one.
+
+    ``head_norms`` asks for the norms of each head of q and k.
+    """
     layer = hp.layers[i]
-    widths = {"attn_q": layer.q_width, "attn_k": layer.kv_width, "attn_v": layer.kv_width}
-    for name, width in widths.items():
-        yield TensorSpec(f"blk.{i}.{name}.weight", (hp.n_embd, width))
-        if biases:
-            yield TensorSpec(f"blk.{i}.{name}.bias", (width,), optional=True)
-    yield TensorSpec(f"blk.{i}.attn_output.weight", (layer.q_width, hp.n_embd))
-    if biases:
-        yield TensorSpec(f"blk.{i}.attn_output.bias", (hp.n_embd,), optional=True)
+    shapes = zip(PROJECTIONS, ((hp.n_embd, layer.q_width), *[(hp.n_embd, layer.kv_width)] * 2, (layer.q_width, hp.n_embd)))
+    for name, ne in shapes:
+        yield TensorSpec(f"blk.{i}.{name}.weight", ne)
+        if name in biases or name in optional_biases:
+            yield TensorSpec(f"blk.{i}.{name}.bias", ne[1:], optional=name not in biases)
     if head_norms:
         yield TensorSpec(f"blk.{i}.attn_q_norm.weight", (layer.head_dim,))
         yield TensorSpec(f"blk.{i}.attn_k_norm.weight", (layer.head_dim,))
@@ -86,6 +91,8 @@ def _attend(b: Builder, q: Node, k: Node, v: Node, i: int) -> Node:
     d, g, width = layer.head_dim, layer.n_head_kv, layer.kv_width
     keys = _store(b, b.add("reshape", k, name=f"{name}.attn_k.rows", ne=(width, step.T)), i, "k")
     values = _store(b, v, i, "v")
+    if b.step.observe("type_v") in BLOCK_TYPES:
+        values = b.add("cast", values, name=f"{name}.v.f32", dtype="f32")
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(d, step.KV, g), nb=(1, width, d), offset=0)
     vv = b.add("view", values, name=f"{name}.v.view", ne=(step.KV, d, g), nb=(width, 1, d), offset=0)
     scores = b.add("mul_mat", kk, b.add("permute", q, name=f"{name}.attn_q.permuted", axes=(0, 2, 1, 3)), name=f"{name}.kq")

@@ -13,12 +13,12 @@ FFN_NODES = 3 * LINEAR_NODES + 2
 """Gate, up and down; activation and product."""
 
 
-def ffn_tensors(hp: HParams, i: int, *, biases: bool = False) -> Iterator[TensorSpec]:
-    """Tensors of layer ``i``'s feed-forward; ``biases`` allows the three optional biases."""
+def ffn_tensors(hp: HParams, i: int, *, optional_biases: bool = False) -> Iterator[TensorSpec]:
+    """Tensors of layer ``i``'s feed-forward; ``optional_biases`` allows each its bias."""
     e, f = hp.n_embd, hp.layers[i].n_ff
     for name, n_in, n_out in (("ffn_gate", e, f), ("ffn_up", e, f), ("ffn_down", f, e)):
         yield TensorSpec(f"blk.{i}.{name}.weight", (n_in, n_out))
-        if biases:
+        if optional_biases:
             yield TensorSpec(f"blk.{i}.{name}.bias", (n_out,), optional=True)
 
 

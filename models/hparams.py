@@ -8,7 +8,7 @@ divide each other. Builders read only ``HParams``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import msgspec
@@ -225,7 +225,7 @@ def _n_vocab(keys: DenseKeys, metadata: Mapping[str, Any], arch: str) -> int:
         return keys.n_vocab
     tokens = metadata.get(TOKENS_KEY)
     # The list may be a lazy sequence of a reader; only its length matters here.
-    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or not len(tokens):
+    if not isinstance(tokens, Sized) or isinstance(tokens, str) or not len(tokens):
         raise ModelError(
             f"the file has neither {arch}.vocab_size (an integer) nor {TOKENS_KEY} (a list of strings); "
             "one of them must say how many tokens there are"

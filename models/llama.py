@@ -11,7 +11,7 @@ from typing import Any
 
 from ggufc.ir import Graph, Node
 from ggufc.models.architecture import RESIDUAL_NODES, Architecture, common_tensors, decoder, norm_tensors, residual
-from ggufc.models.attention import ATTENTION_NODES, ROPE_FACTORS, attention, attention_tensors
+from ggufc.models.attention import ATTENTION_NODES, PROJECTIONS, ROPE_FACTORS, attention, attention_tensors
 from ggufc.models.blocks import NORM_NODES, Builder
 from ggufc.models.errors import ModelError
 from ggufc.models.ffn import FFN_NODES, ffn, ffn_tensors
@@ -38,8 +38,8 @@ def tensors(hp: HParams, present: Container[str]) -> Iterator[TensorSpec]:
     yield TensorSpec(ROPE_FACTORS, (hp.layers[0].head_dim // 2,), optional=True)
     for i, layer in enumerate(hp.layers):
         yield from norm_tensors(hp, i, "attn_norm", "ffn_norm")
-        yield from attention_tensors(hp, i, biases=True)
-        yield from moe_tensors(hp, i, present) if layer.n_expert else ffn_tensors(hp, i, biases=True)
+        yield from attention_tensors(hp, i, optional_biases=PROJECTIONS)
+        yield from moe_tensors(hp, i, present) if layer.n_expert else ffn_tensors(hp, i, optional_biases=True)
 
 
 def build(b: Builder) -> Graph:

@@ -18,7 +18,7 @@ ARCH_KEY = "general.architecture"
 
 
 class ModelFile(Protocol):
-    """What loading needs of a file: ``formats.GGUFFile`` has it. Tensors have ``ne`` and ``dtype``."""
+    """What loading needs of a file: ``formats.GGUFFile`` has it. Tensors have ``ne`` and ``type``."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...

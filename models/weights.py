@@ -63,7 +63,7 @@ class Weights(Mapping[str, WeightInfo]):
 
 
 def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, Any], arch: str) -> Weights:
-    """Look up every spec in ``tensors`` (name to an object with ``ne`` and ``dtype``).
+    """Look up every spec in ``tensors`` (name to an object with ``ne`` and ``type.name``, as ``formats.TensorInfo``).
 
     Raises ``ModelError`` naming the tensor: missing, of another shape, or of a type that cannot serve as weight.
     """
@@ -95,7 +95,7 @@ def _shape(spec: TensorSpec, tensor: Any) -> tuple[int, ...]:
 
 
 def _dtype(spec: TensorSpec, tensor: Any) -> str:
-    dtype = str(tensor.dtype)
+    dtype = str(tensor.type.name)
     if spec.vector and dtype not in VECTOR_TYPES:
         raise ModelError(f"tensor {spec.name!r} has type {dtype}; one-dimensional weights must be one of {', '.join(VECTOR_TYPES)}")
     if dtype not in TYPES or dtype in _NO_WEIGHTS:

@@ -1,0 +1,58 @@
+"""Built graphs, evaluated step by step with the reference interpreter, give the logits of another engine within each case's tolerance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_runner import BUNDLED_GOLDEN, Runner, assert_close, golden_cases, run_case
+
+from ggufc.formats.gguf_reader import GGUFFile
+from ggufc.models import load_model
+
+CASES = golden_cases("llama-", "gemma3-", "quant-")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_equal_the_golden(case: Path) -> None:  # S66, S67: cases with biases, f16 weights and split experts
+    assert_close(case, run_case(case))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "gemma3-7"])
+def test_embeddings_given_from_outside(name: str) -> None:
+    """Feeding the embedding rows (times sqrt(E) for gemma3) gives the logits of the tokens they belong to."""
+    folder = BUNDLED_GOLDEN / name
+    case = json.loads((folder / "case.json").read_text())
+    step = case["steps"][0]
+    with GGUFFile.open(folder / "model.gguf") as file:
+        model = load_model(file)
+        table = file.data("token_embd.weight").view(np.float32).reshape(model.n_vocab, model.n_embd)
+        rows = table[step["tokens"]] * np.float32(model.n_embd**0.5 if model.arch == "gemma3" else 1)
+        runner = Runner(model, file.data, case["options"])
+        assert_close(folder, {step["name"]: runner.decode([], step["pos"], step["seq"], embd=rows)})
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "gemma3-7"])
+def test_micro_batch_size_does_not_matter(name: str) -> None:
+    folder = BUNDLED_GOLDEN / name
+    case = json.loads((folder / "case.json").read_text())
+    step = case["steps"][0]
+    for n_ubatch in (1, 3, 64):
+        with GGUFFile.open(folder / "model.gguf") as file:
+            runner = Runner(load_model(file), file.data, case["options"] | {"n_ubatch": n_ubatch})
+            assert_close(folder, {step["name"]: runner.decode(step["tokens"], step["pos"], step["seq"])})
+
+
+def test_a_wrong_graph_misses_the_tolerance() -> None:
+    """The comparison has teeth: a window one position wider is far outside."""
+    folder = BUNDLED_GOLDEN / "gemma3-7"
+    case = json.loads((folder / "case.json").read_text())
+    step = case["steps"][0]
+    with GGUFFile.open(folder / "model.gguf") as file:
+        metadata = dict(file.metadata) | {"gemma3.attention.sliding_window": 9}
+        model = load_model(type("Edited", (), {"metadata": metadata, "tensors": file.tensors})())
+        runner = Runner(model, file.data, case["options"])
+        with pytest.raises(AssertionError, match="tolerance"):
+            assert_close(folder, {step["name"]: runner.decode(step["tokens"], step["pos"], step["seq"])})
