@@ -19,25 +19,34 @@ if TYPE_CHECKING:
 
 @register
 class GetRows(Op):
-    """Row ``idx[t]`` of ``a`` for each ``t``, dequantised to f32."""
+    """Rows of ``a`` by index, dequantised to f32: row ``idx[t]`` for each ``t``.
+
+    With more dimensions each matrix of ``a`` has its own list of rows: a[K, N, B], idx[U, B] -> [K, U, B].
+    """
 
     name = "get_rows"
     operands = (
-        Operand("a", "table [K, N]", "any", min_rank=2, max_rank=2, stored=True),
-        Operand("idx", "rows wanted [T]", "i32", max_rank=1),
+        Operand("a", "tables [K, N, B, B3]", "any", min_rank=2, stored=True),
+        Operand("idx", "rows wanted [U, B, B3]", "i32", max_rank=3),
     )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
         a, idx = operands[0].type, operands[1].type
         if a.dtype == "i32":
             raise IRError(f"get_rows: the table is {a}; integer tables are not looked up.")
-        return TensorType("f32", (a.ne[0], idx.ne[0]))
+        if a.ne4[2:] != idx.ne4[1:3]:
+            raise IRError(f"get_rows: {idx} must have one list of rows for each matrix of {a}.")
+        return TensorType("f32", (a.ne[0], *idx.ne))
 
     def evaluate(self, call: Call) -> np.ndarray:
         table, idx = call.args
-        check_indices("get_rows", "row", idx, table.ne[1] if isinstance(table, Stored) else table.shape[0])
-        found = table.rows(idx) if isinstance(table, Stored) else table[idx]
-        return np.asarray(found, dtype=np.float32)
+        check_indices("get_rows", "row", idx, table.ne[1] if isinstance(table, Stored) else table.shape[-2])
+        if isinstance(table, Stored) and len(table.ne) == 2:
+            return np.asarray(table.rows(idx.reshape(-1)), dtype=np.float32).reshape(call.shape)
+        values = table.array if isinstance(table, Stored) else table
+        matrices = values.reshape(-1, *values.shape[-2:])
+        lists = idx.reshape(len(matrices), -1)
+        return np.asarray([m[rows] for m, rows in zip(matrices, lists)], dtype=np.float32).reshape(call.shape)
 
     def flops(self, node: Node) -> IntDim:
         return 0
