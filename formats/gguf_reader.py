@@ -1,9 +1,9 @@
 """Memory-mapped GGUF v2/v3 files, single or split, for models and for our own artifacts.
 
-    with GGUFFile.open("model.gguf") as f:
-        f.metadata["general.architecture"]
-        f.tensors["blk.0.attn_q.weight"].ne
-        f.data("blk.0.attn_q.weight")        # uint8 view of the map, no copy
+with GGUFFile.open("model.gguf") as f:
+    f.metadata["general.architecture"]
+    f.tensors["blk.0.attn_q.weight"].ne
+    f.data("blk.0.attn_q.weight")        # uint8 view of the map, no copy
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import stat
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,15 @@ from ggufc.formats.gguf_header import Header, Metadata, TensorInfo, Value, parse
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _HASH_CHUNK = 1 << 24
+_KINDS = {
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    bool: "a bool",
+    list: "an array of strings",
+    np.ndarray: "an array of numbers",
+}
+_T = TypeVar("_T")
 
 
 class GGUFFile:
@@ -43,6 +52,7 @@ class GGUFFile:
         self.metadata = Metadata(headers[0].values)
         self.tensors: dict[str, TensorInfo] = {name: t for h in headers for name, t in h.tensors.items()}
         self._maps = maps
+        self._values_end = max((v.end for v in headers[0].values.values()), default=24)
         self._sha256 = ""
         self._bytes = [np.frombuffer(m, np.uint8) for m in maps]
 
@@ -83,6 +93,19 @@ class GGUFFile:
     def kv_type(self, key: str) -> str:
         """GGUF type of a key: ``uint32``, ``string``, ..., or ``array[string]``; KeyError where the key is missing."""
         return self.value(key).type_name
+
+    def require(self, key: str, kind: type[_T]) -> _T:
+        """The value of a key that must exist as ``kind`` (int, float, str, bool, list, np.ndarray); bool does not pass for int.
+
+        ``GGUFError`` names the key and the byte: of the value, or where the metadata ends if the key is missing.
+        """
+        if key not in self.metadata:
+            raise GGUFError(f"the required key {key} is missing", offset=self._values_end, path=self.path)
+        got = self.metadata[key]
+        if not isinstance(got, kind) or (isinstance(got, bool) and kind is not bool):
+            value = self.value(key)
+            raise GGUFError(f"{key} must be {_KINDS.get(kind, kind.__name__)}, not {value.type_name}", offset=value.start, path=self.path)
+        return got
 
     def data(self, name: str) -> np.ndarray:
         """The tensor's bytes as a read-only uint8 view of the map; valid as long as the view lives."""
