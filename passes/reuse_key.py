@@ -14,8 +14,8 @@ OBSERVATIONS = "observations"
 """Key of ``graph.analysis`` where the builder's ``Step.observations`` are kept."""
 ANALYSIS = "reuse-key"
 
-Key: TypeAlias = "list[list[int | str | bool]]"
-"""Sorted pairs [name, value]; plain data that prints with the graph."""
+Key: TypeAlias = "dict[str, int | str | bool]"
+"""Name -> value, sorted by name; plain data that prints with the graph."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def reuse_key(graph: Graph) -> Key:
         elif node.op.name == "input":
             window = node.attrs["window"]
             entries[f"input.{node.attrs['name']}"] = f"{node.attrs['kind']} {node.type}" + (f" window {window}" if window else "")
-    return [[name, entries[name]] for name in sorted(entries)]
+    return dict(sorted(entries.items()))
 
 
 def check_reuse_key(graph: Graph) -> None:
@@ -65,17 +65,15 @@ def check_reuse_key(graph: Graph) -> None:
         raise PassError(f"The reuse key of graph '{graph.name}' does not describe it ({'; '.join(differences)}); run the pass {ANALYSIS} again.")
 
 
-def explain(old: Iterable[Iterable[Any]], new: Iterable[Iterable[Any]]) -> list[str]:
-    """Why a graph with key ``old`` cannot serve ``new``, one reason per entry, as ``n_kv 256 -> 512``; empty if it can."""
-    before, after = _entries(old), _entries(new)
+def explain(old: Mapping[str, Any] | Iterable[tuple[str, Any]], new: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[str]:
+    """Why a graph with key ``old`` cannot serve ``new``, one reason per entry, as ``n_kv 256 -> 512``; empty if it can.
+
+    Keys are mappings or the pairs that an artifact's manifest stores.
+    """
+    before, after = dict(old), dict(new)
     reasons = []
     for name in sorted(before.keys() | after.keys()):
         was, now = before.get(name, "absent"), after.get(name, "absent")
         if was != now or isinstance(was, bool) is not isinstance(now, bool):
             reasons.append(f"{name.removeprefix('step.')} {was} -> {now}")
     return reasons
-
-
-def _entries(key: Iterable[Iterable[Any]]) -> Mapping[str, Any]:
-    return {name: value for name, value in key}
-
