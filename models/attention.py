@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node, TensorType
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
+from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams
 from ggufc.models.weights import TensorSpec
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output")
 ROPE_FACTORS = "rope_freqs.weight"
-BLOCK_TYPES = ("q8_0",)
-"""Cache types stored in blocks along a row: the transposed view of V crosses blocks, so V is decoded first."""
 
 _PROJECTION_NODES = 4 * LINEAR_NODES
 _ROTATION_NODES = 2 * (1 + NORM_NODES + 1) + 2
@@ -80,7 +80,11 @@ def _heads(b: Builder, x: Node, i: int, which: str, n_head: int) -> Node:
 def _store(b: Builder, rows: Node, i: int, part: str) -> Node:
     """Write rows [D*G, T] into the layer's cache at the tokens' cells; the new version of the cache [D*G, C]."""
     dtype = str(b.step.observe(f"type_{part}"))
-    name = f"blk.{i}.{part}"
+    name, head_dim = f"blk.{i}.{part}", b.hp.layers[i].head_dim
+    if head_dim % TYPES[dtype].block:
+        raise ModelError(
+            f"builder option 'type_{part}': heads of {head_dim} values cannot be {dtype}, in blocks of {TYPES[dtype].block}; choose f16"
+        )
     cache = b.graph.cache(name, TensorType(dtype, (b.hp.layers[i].kv_width, b.step.C)))
     return b.add("set_rows", cache, rows, b.kv_slots, name=f"{name}.store")
 
@@ -91,7 +95,8 @@ def _attend(b: Builder, q: Node, k: Node, v: Node, i: int) -> Node:
     d, g, width = layer.head_dim, layer.n_head_kv, layer.kv_width
     keys = _store(b, b.add("reshape", k, name=f"{name}.attn_k.rows", ne=(width, step.T)), i, "k")
     values = _store(b, v, i, "v")
-    if b.step.observe("type_v") in BLOCK_TYPES:
+    if values.type.quantised:
+        # The transposed view of V would cross blocks, which lie along rows.
         values = b.add("cast", values, name=f"{name}.v.f32", dtype="f32")
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(d, step.KV, g), nb=(1, width, d), offset=0)
     vv = b.add("view", values, name=f"{name}.v.view", ne=(step.KV, d, g), nb=(width, 1, d), offset=0)

@@ -31,22 +31,24 @@ class ModelFile:
 
 
 def llama_file(
-    n_layer: int = 2, experts: int = 0, used: int = 2, split: bool = False, biases: bool = False, tied: bool = False
+    n_layer: int = 2, experts: int = 0, used: int = 2, split: bool = False, biases: bool = False, tied: bool = False, d: int = D
 ) -> ModelFile:
-    """A llama model of E=32, F=48, 4 query and 2 key/value heads of 8."""
+    """A llama model of E=32, F=48, 4 query and 2 key/value heads of ``d`` values."""
     file = ModelFile(_common_keys("llama", n_layer))
+    if d != D:
+        file.metadata |= {"llama.attention.key_length": d, "llama.attention.value_length": d}
     _common_tensors(file, tied)
     for i in range(n_layer):
-        _attention_tensors(file, i)
+        _attention_tensors(file, i, d)
         if experts:
             _expert_tensors(file, i, experts, split)
         else:
             _ffn_tensors(file, i)
         if biases:
             for name, n in (
-                ("attn_q", H * D),
-                ("attn_k", G * D),
-                ("attn_v", G * D),
+                ("attn_q", H * d),
+                ("attn_k", G * d),
+                ("attn_v", G * d),
                 ("attn_output", E),
                 ("ffn_gate", F),
                 ("ffn_up", F),
@@ -63,7 +65,7 @@ def gemma3_file(n_layer: int = 2, window: int = 16) -> ModelFile:
     file = ModelFile(_common_keys("gemma3", n_layer) | {"gemma3.attention.sliding_window": window, "gemma3.rope.freq_base": 1e6})
     _common_tensors(file, tied=True)
     for i in range(n_layer):
-        _attention_tensors(file, i)
+        _attention_tensors(file, i, D)
         _ffn_tensors(file, i)
         for name, n in (("attn_q_norm", D), ("attn_k_norm", D), ("post_attention_norm", E), ("post_ffw_norm", E)):
             file.add(f"blk.{i}.{name}.weight", n)
@@ -91,8 +93,8 @@ def _common_tensors(file: ModelFile, tied: bool) -> None:
         file.add("output.weight", E, V)
 
 
-def _attention_tensors(file: ModelFile, i: int) -> None:
-    for name, ne in (("attn_q", (E, H * D)), ("attn_k", (E, G * D)), ("attn_v", (E, G * D)), ("attn_output", (H * D, E))):
+def _attention_tensors(file: ModelFile, i: int, d: int) -> None:
+    for name, ne in (("attn_q", (E, H * d)), ("attn_k", (E, G * d)), ("attn_v", (E, G * d)), ("attn_output", (H * d, E))):
         file.add(f"blk.{i}.{name}.weight", *ne)
     for name in ("attn_norm", "ffn_norm"):
         file.add(f"blk.{i}.{name}.weight", E)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from model_files import D, ModelFile, gemma3_file, llama_file
 
-from ggufc.ir import Graph, print_graph
+from ggufc.ir import Graph, parse_graph, print_graph, verify
 from ggufc.models import ModelError, Step, load_model
 from ggufc.models.blocks import Builder
 from ggufc.models.model import NODE_ESTIMATE, OBSERVATIONS
@@ -18,6 +18,7 @@ MODELS: dict[str, Callable[[], ModelFile]] = {
     "llama-tied": lambda: llama_file(tied=True),
     "llama-bias": lambda: llama_file(biases=True),
     "llama-deep": lambda: llama_file(n_layer=40),
+    "llama-wide-heads": lambda: llama_file(biases=True, d=32),
     "llama-one-layer": lambda: llama_file(n_layer=1),
     "llama-moe": lambda: llama_file(experts=8),
     "llama-moe-all-used": lambda: llama_file(experts=8, used=8),
@@ -38,25 +39,32 @@ def test_text(name: str, golden_text: Callable[[object, str], None]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_graphs_verify_and_their_text_parses_back(name: str) -> None:
+    graph = build(name)
+    verify(graph)
+    text = print_graph(graph)
+    assert print_graph(parse_graph(text)) == text
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_names_are_unique_and_complete(name: str) -> None:  # S58
     names = Counter(node.name for node in build(name).nodes)
     assert names.most_common(1)[0][1] == 1 and "" not in names
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("type_v", ["f16", "q8_0"])
 @pytest.mark.parametrize("embd_input", [False, True])
-def test_node_estimate_bounds_the_graph(name: str, type_v: str, embd_input: bool) -> None:  # S102
+def test_node_estimate_bounds_the_graph(name: str, embd_input: bool) -> None:  # S102
     model = load_model(MODELS[name]())
-    step = Step({"type_v": type_v, "embd_input": embd_input}, {"T": 1, "KV": 256})
+    step = Step({"embd_input": embd_input}, {"T": 1, "KV": 256})
     graph = model.build(step)
     assert len(graph.nodes) <= model.node_estimate(step) <= 4 * len(graph.nodes) + 64
     assert graph.analysis[NODE_ESTIMATE] == model.node_estimate(step)
 
 
 def test_every_optional_part_stays_within_the_estimate() -> None:
-    file = llama_file(biases=True)
-    file.add("rope_freqs.weight", D // 2, dtype="f16")
+    file = llama_file(biases=True, d=32)
+    file.add("rope_freqs.weight", 16, dtype="f16")
     for name, tensor in file.tensors.items():
         if len(tensor.ne) == 1:
             file.add(name, *tensor.ne, dtype="f16")
@@ -71,6 +79,14 @@ def test_a_block_over_its_estimate_is_refused() -> None:
     x = builder.embedding()
     with pytest.raises(ModelError, match=r"block 'mine' added 2 nodes.*at most 1"), builder.block("mine", 1):
         builder.add("silu", builder.add("silu", x, name="a"), name="b")
+
+
+def test_block_cache_types_need_whole_blocks_per_head() -> None:
+    graph = load_model(llama_file(d=32)).build(Step({"type_k": "q8_0", "type_v": "q8_0"}))
+    assert {str(node.operands[0].type) for node in graph.find("cast")} == {"q8_0[64, C]"}
+    for part in ("k", "v"):
+        with pytest.raises(ModelError, match=f"type_{part}.*heads of 8 values.*q8_0.*32"):
+            build("llama", **{f"type_{part}": "q8_0"})
 
 
 def test_observations_travel_with_the_graph() -> None:
