@@ -1,7 +1,7 @@
 """No pass changes what a graph computes: logits and cache contents against the unfused graph, through the numpy reference.
 
-Tolerance: the reference computes each operator in float64 and rounds its result to f32 once, so a fusion may only remove roundings: 1e-5 of the largest logit. Caches hold
-what was rounded to their type, where a removed rounding may tip a value to its neighbour: at most 1 unit in the last place of f16, and rarely.
+Tolerance: the reference computes each operator in float64 and rounds its result to f32 once, so a fusion may only remove roundings: 1e-5 of the largest logit with
+f32 caches. A removed rounding may tip a value to its neighbour in an f16 cache (2^-10 of it), which later logits then see: 1e-3 there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ STEPS = [3, 1, 2]
 def assert_same_results(built: Graph, final: Graph, weights: Weights, steps: list[int] = STEPS) -> None:
     want, want_caches = evaluate(built, steps, weights=weights)
     got, got_caches = evaluate(final, steps, weights=weights)
+    tolerance = 1e-3 if any(cache.dtype == np.float16 for cache in want_caches.values()) else 1e-5
     for a, b in zip(want, got, strict=True):
-        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1.0, np.abs(a).max()))
+        np.testing.assert_allclose(b, a, rtol=0, atol=tolerance * max(1.0, np.abs(a).max()))
     assert want_caches.keys() == got_caches.keys()
     for name, before in want_caches.items():
         after = got_caches[name]
@@ -31,7 +32,7 @@ def assert_same_results(built: Graph, final: Graph, weights: Weights, steps: lis
         np.testing.assert_allclose(after.astype(np.float64), before.astype(np.float64), rtol=2e-3 if before.dtype == np.float16 else 1e-5, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tiny_models(), st.integers(0, 1000))
 def test_the_default_pipeline_keeps_logits_and_caches(m: Tiny, seed: int) -> None:
     built = tiny_model(m)
@@ -40,7 +41,7 @@ def test_the_default_pipeline_keeps_logits_and_caches(m: Tiny, seed: int) -> Non
     assert_same_results(built, final, Weights(built, seed))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tiny_models(), st.lists(st.sampled_from(REWRITES), min_size=1, max_size=6), st.integers(0, 1000))
 def test_any_order_of_passes_keeps_logits_and_caches(m: Tiny, order: list[str], seed: int) -> None:
     built = tiny_model(m)
@@ -49,7 +50,7 @@ def test_any_order_of_passes_keeps_logits_and_caches(m: Tiny, order: list[str], 
     assert_same_results(built, final, Weights(built, seed), [2, 1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(tiny_models())
 def test_the_rewrites_are_idempotent(m: Tiny) -> None:
     g = tiny_model(m)
@@ -61,7 +62,7 @@ def test_the_rewrites_are_idempotent(m: Tiny) -> None:
     assert print_graph(g) == once
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(tiny_models())
 def test_every_stage_prints_and_parses_back(m: Tiny) -> None:
     g = tiny_model(m)
