@@ -41,6 +41,7 @@ def command(as_json: bool) -> None:
 def examine() -> tuple[dict[str, object], list[str]]:
     """The report in order of printing, and what is wrong."""
     from ggufc.files import size_words
+    from ggufc.machine import cpu_name, memory
     from ggufc.runtime.cpuinfo import available_cpus, host_features, physical_cores
     from ggufc.runtime.paths import cache_dir
 
@@ -54,17 +55,18 @@ def examine() -> tuple[dict[str, object], list[str]]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         problems.append(f"the cache folder {folder} cannot be written; set GGUFC_CACHE to another one")
+    ram = memory()
     report: dict[str, object] = {
         "ggufc": f"{__version__} ({Path(__file__).resolve().parent.parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "llvm": _llvm(problems),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "level": _level(features),
         "features": " ".join(sorted(features)) or "unknown (only baseline artifacts run)",
         "cores": f"{physical_cores()} physical, {len(available_cpus())} logical available",
-        "memory": _memory(),
+        "memory": f"{size_words(ram[0])}, {size_words(ram[1])} available" if ram else "unknown",
         "cache": f"{folder} ({size_words(shutil.disk_usage(existing).free)} free)",
     }
     for extra, (package, purpose) in EXTRAS.items():
@@ -93,26 +95,3 @@ def _level(features: frozenset[str]) -> str:
     from ggufc.codegen.cpu.target import LEVELS
 
     return next(name for name in reversed(LEVELS) if features.issuperset(LEVELS[name]))
-
-
-def _cpu_name() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith(("model name", "Hardware", "CPU part")):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def _memory() -> str:
-    from ggufc.files import size_words
-
-    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("Mem")}
-    if not {"MemTotal", "MemAvailable"} <= values.keys():
-        return "unknown"
-    return f"{size_words(values['MemTotal'])}, {size_words(values['MemAvailable'])} available"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return []

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import IO, Any
 
 import click
 
@@ -37,7 +38,12 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
         _say("interrupted", prefix="")
         return INTERRUPTED
     except BrokenPipeError:
-        return _reader_gone()
+        return _reader_gone(sys.stdout)
+    except SystemExit:
+        # click has already met the broken pipe, pacified stdout and chosen to exit with 1.
+        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):
+            return _reader_gone(sys.stdout.wrapped)
+        raise
     except (GgufcError, OSError, UnicodeError, MemoryError) as error:
         if debug:
             raise
@@ -73,10 +79,10 @@ def _say(message: str, prefix: str = "ggufc: error: ") -> None:
         pass  # nobody reads stderr any more; the exit code still tells
 
 
-def _reader_gone() -> int:
+def _reader_gone(stdout: IO[Any]) -> int:
     """The reader of our output closed the pipe (``ggufc ... | head``): end quietly, also at interpreter shutdown."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stdout.fileno())
     return OK
 
 

@@ -1,0 +1,165 @@
+"""Measuring prompt and decode speed the way llama-bench does, so that its numbers and ours can stand in one table.
+
+``pp N``: N tokens evaluated from an empty cache, logits of the last one. ``tg N``: N tokens evaluated one by one from an empty cache, logits of
+each, no sampling. One unmeasured run of the same kind comes first. Tokens are random, the same for every run.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ggufc.errors import DriverError
+from ggufc.files import size_words
+
+if TYPE_CHECKING:
+    from ggufc.runtime import Session
+
+FORMATS = ("md", "json", "csv")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Test:
+    """``n_prompt`` tokens at once, or ``n_gen`` tokens one by one (one of them is 0)."""
+
+    n_prompt: int
+    n_gen: int
+
+    @property
+    def name(self) -> str:
+        return f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+
+    @property
+    def tokens(self) -> int:
+        return self.n_prompt or self.n_gen
+
+
+def tests(n_prompt: Iterable[int], n_gen: Iterable[int]) -> list[Test]:
+    """The tests of lists of prompt and generation lengths; 0 leaves a kind out."""
+    return [Test(n, 0) for n in n_prompt if n] + [Test(0, n) for n in n_gen if n]
+
+
+def context_for(chosen: Sequence[Test]) -> int:
+    """Cells the longest test needs."""
+    return max(test.tokens for test in chosen)
+
+
+def measure(session: Session, test: Test, repetitions: int, n_batch: int, on_run: Callable[[int], None] = lambda _: None) -> list[int]:
+    """Nanoseconds of each repetition of ``test``."""
+    import numpy as np
+
+    vocabulary = session.artifact.manifest.n_vocab
+    tokens = np.random.default_rng(1234).integers(0, vocabulary, test.tokens, dtype=np.int32)
+
+    def once() -> int:
+        session.clear()
+        start = time.perf_counter_ns()
+        if test.n_prompt:
+            for at in range(0, test.n_prompt, n_batch):
+                last = at + n_batch >= test.n_prompt
+                session.decode(tokens[at : at + n_batch], logits="last" if last else "none")
+        else:
+            for at in range(test.n_gen):
+                session.decode(tokens[at : at + 1], logits="last")
+        return time.perf_counter_ns() - start
+
+    once()
+    samples = []
+    for index in range(repetitions):
+        samples.append(once())
+        on_run(index + 1)
+    return samples
+
+
+def row(test: Test, samples_ns: Sequence[int], facts: Row) -> Row:
+    """One result with llama-bench's field names; speeds in tokens per second."""
+    speeds = [1e9 * test.tokens / ns for ns in samples_ns]
+    return {
+        **facts,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "test_time": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(statistics.fmean(samples_ns)),
+        "stddev_ns": round(_deviation(samples_ns)),
+        "avg_ts": round(statistics.fmean(speeds), 6),
+        "stddev_ts": round(_deviation(speeds), 6),
+        "samples_ns": list(samples_ns),
+        "samples_ts": [round(speed, 6) for speed in speeds],
+    }
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def render(rows: Sequence[Row], form: str) -> str:
+    """Rows as a Markdown table, a JSON array, or CSV (without the samples)."""
+    if form == "json":
+        return json.dumps(list(rows), indent=2) + "\n"
+    if form == "csv":
+        out = io.StringIO()
+        names = [name for name in rows[0] if not name.startswith("samples_")] if rows else []
+        writer = csv.DictWriter(out, names, extrasaction="ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+    if form != "md":
+        raise DriverError(f"there is no output format {form!r}; use {', '.join(FORMATS)}")
+    header = ("model", "size", "params", "backend", "threads", "test", "t/s")
+    table = [header, *(_cells(r) for r in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in table]
+    rule = "| " + " | ".join("-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def _cells(r: Row) -> tuple[str, ...]:
+    params = f"{r['model_n_params'] / 1e6:.2f} M" if r["model_n_params"] else "-"
+    name = f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"
+    return (
+        str(r["model_type"]),
+        size_words(r["model_size"]),
+        params,
+        str(r["backends"]),
+        str(r["n_threads"]),
+        name,
+        f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
+    )
+
+
+def parse_counts(text: str, what: str, least: int = 0) -> list[int]:
+    """``"512,128"`` -> ``[512, 128]``; also ``1-4`` for ranges, as llama-bench takes them. Raises ``DriverError``."""
+    values: list[int] = []
+    for item in text.split(","):
+        low, dash, high = item.strip().partition("-")
+        try:
+            first = int(low)
+            last = int(high) if dash else first
+        except ValueError:
+            raise DriverError(f"{what} {text!r}: numbers separated by commas are expected, or a range such as 1-4") from None
+        if first < least or last < first or last - first > 1024:
+            raise DriverError(f"{what} {text!r}: {item.strip()!r} is out of range (at least {least}, ranges ascending)")
+        values.extend(range(first, last + 1))
+    return values
+
+
+def profile_lines(entries: Iterable[tuple[str, float]], limit: int = 20) -> list[str]:
+    """A table of cycles by kernel, largest first: share, launches, kernel."""
+    totals: dict[str, list[float]] = {}
+    for name, cycles in entries:
+        entry = totals.setdefault(name, [0.0, 0.0])
+        entry[0] += cycles
+        entry[1] += 1
+    whole = math.fsum(total for total, _ in totals.values()) or 1.0
+    order = sorted(totals.items(), key=lambda item: -item[1][0])
+    lines = [f"{100 * total / whole:5.1f} %  {int(count):5} launches  {name}" for name, (total, count) in order[:limit]]
+    return lines + ([f"        {len(order) - limit} more kernels"] if len(order) > limit else [])

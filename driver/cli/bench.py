@@ -1,0 +1,131 @@
+"""``ggufc bench``: prompt and decode speed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ggufc.cli import options
+
+if TYPE_CHECKING:
+    from ggufc.benchmark import Test
+    from ggufc.runtime import Session
+
+
+@click.command()
+@options.model
+@click.option("-p", "--n-prompt", default="512", show_default=True, metavar="N,...", help="Prompt lengths; 0 = none.")
+@click.option("-n", "--n-gen", default="128", show_default=True, metavar="N,...", help="Numbers of tokens to decode; 0 = none.")
+@click.option("-t", "--threads", default=None, metavar="N,...", help="Thread counts (default: physical cores available).")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of each test.")
+@click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once.")
+@click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Most tokens evaluated at once.")
+@click.option(
+    "-o", "--output", "form", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True, help="Format of the result."
+)
+@click.option("--profile", is_flag=True, help="Also print which kernels the last evaluation of each test spent its cycles in (on stderr).")
+@options.build
+def command(
+    model: str,
+    n_prompt: str,
+    n_gen: str,
+    threads: str | None,
+    repetitions: int,
+    batch_size: int,
+    ubatch_size: int,
+    form: str,
+    profile: bool,
+    type_k: str | None,
+    type_v: str | None,
+    target: str,
+) -> None:
+    """Measure tokens per second as llama-bench does.
+
+    ppN evaluates N tokens from an empty cache, tgN decodes N tokens one by one. JSON and CSV rows have llama-bench's field names.
+    """
+    from ggufc import benchmark
+    from ggufc.cli import terminal
+    from ggufc.errors import DriverError
+    from ggufc.runtime import Session
+    from ggufc.runtime.cpuinfo import physical_cores
+
+    chosen = benchmark.tests(benchmark.parse_counts(n_prompt, "-p"), benchmark.parse_counts(n_gen, "-n"))
+    if not chosen:
+        raise DriverError("-p 0 and -n 0 leave nothing to measure")
+    counts = benchmark.parse_counts(threads, "-t", least=1) if threads else [physical_cores()]
+    artifact = options.artifact(model, type_k, type_v, target)
+    rows = []
+    for count in counts:
+        with Session(artifact, n_threads=count, n_ctx=benchmark.context_for(chosen), n_ubatch=ubatch_size) as session:
+            facts = _facts(model, session, count, batch_size, ubatch_size)
+            for test in chosen:
+                with terminal.progress("steps") as progress:
+                    samples = benchmark.measure(session, test, repetitions, batch_size, _reporter(progress, test, count, repetitions))
+                rows.append(benchmark.row(test, samples, facts))
+                if profile:
+                    _show_profile(session, test, count)
+    sys.stdout.write(benchmark.render(rows, form))
+
+
+def _reporter(progress: Any, test: Test, threads: int, repetitions: int) -> Any:
+    def report(done: int) -> None:
+        if progress:
+            progress(f"{test.name}, {threads} threads", done, repetitions)
+
+    return report
+
+
+def _facts(model: str, session: Session, threads: int, batch_size: int, ubatch_size: int) -> dict[str, Any]:
+    """What all rows of one session share, with llama-bench's names."""
+    from ggufc import __version__
+    from ggufc.inspection import model_type
+    from ggufc.machine import cpu_name
+
+    manifest = session.artifact.manifest
+    path = Path(model).expanduser()
+    size, parameters = _size(model, session)
+    return {
+        "build_commit": f"ggufc-{__version__}",
+        "build_number": 0,
+        "cpu_info": cpu_name(),
+        "gpu_info": "",
+        "backends": f"CPU {manifest.level}",
+        "model_filename": str(path) if path.is_file() else model,
+        "model_type": model_type(session.artifact.metadata, parameters),
+        "model_size": size,
+        "model_n_params": parameters,
+        "n_batch": batch_size,
+        "n_ubatch": ubatch_size,
+        "n_threads": threads,
+        "type_k": manifest.type_k,
+        "type_v": manifest.type_v,
+    }
+
+
+def _size(model: str, session: Session) -> tuple[int, int]:
+    """Bytes and parameters of the model; an artifact's repacked weights no longer tell the parameters (0)."""
+    from ggufc import inspection
+    from ggufc.formats.gguf_reader import GGUFFile
+    from ggufc.resolve import is_artifact, model_file
+
+    path = model_file(model)
+    if is_artifact(path):
+        return sum(t.nbytes for t in session.artifact.file.tensors.values()), 0
+    with GGUFFile.open(path) as file:
+        data = inspection.describe_model(file)
+        return sum(t["bytes"] for t in data["types"].values()), data["parameters"]
+
+
+def _show_profile(session: Session, test: Test, threads: int) -> None:
+    from ggufc.benchmark import profile_lines
+    from ggufc.cli import terminal
+
+    executor = session.executor
+    kernels = session.artifact.manifest.kernels
+    cycles = executor.profile()
+    terminal.say(f"{test.name}, {threads} threads: cycles of the last evaluation")
+    for line in profile_lines((kernels[launch.kernel].signature, float(c)) for launch, c in zip(executor.program.launches, cycles)):
+        terminal.say(f"  {line}")

@@ -1,0 +1,106 @@
+"""``ggufc dump``: the graph at any stage of compilation, and what becomes of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ggufc.cli import options
+
+if TYPE_CHECKING:
+    from ggufc.codegen.compile import CompileOptions
+    from ggufc.ir import Graph
+
+FORMATS = ("text", "json", "dot", "svg", "csv", "html")
+_TEXT_STAGES = ("schedule", "llvm", "asm")
+
+
+@click.command()
+@options.model
+@click.option(
+    "--graph", "graph_name", default="eval", show_default=True, metavar="NAME", help="The graph: eval, or eval_embd (embeddings as input)."
+)
+@click.option("--stage", default="final", show_default=True, metavar="STAGE", help="built, after:PASS, final, schedule, llvm or asm.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="How to print a graph.")
+@click.option("--layer", type=click.IntRange(0), default=None, help="Only this layer (blk.N).")
+@options.output
+@options.build
+@click.option("--passes", default=None, metavar="A,B,...", help="Pass pipeline instead of the default one.")
+def command(
+    model: str,
+    graph_name: str,
+    stage: str,
+    form: str,
+    layer: int | None,
+    output: Path | None,
+    type_k: str | None,
+    type_v: str | None,
+    target: str,
+    passes: str | None,
+) -> None:
+    """Print the graph of MODEL at a stage of its compilation.
+
+    Stages: `built` (as the builder emits it), `after:PASS` (after the first run of that pass), `final`, `schedule` (launches and buffers),
+    `llvm` and `asm` (generated kernels). Text goes back in through `ggufc opt`. An artifact holds its final graphs only.
+    """
+    from ggufc.cli import terminal
+    from ggufc.codegen.compile import CompileOptions
+    from ggufc.errors import DriverError
+    from ggufc.files import write_text
+    from ggufc.resolve import is_artifact, model_file
+
+    if stage in _TEXT_STAGES and (form != "text" or layer is not None):
+        raise DriverError(f"--stage {stage} is plain text: it has no --format {form} and no --layer")
+    with terminal.progress() as progress:
+        path = model_file(model, say=terminal.say, progress=progress, quiet=not terminal.is_terminal())
+    if is_artifact(path):
+        result = _render(_artifact_graph(path, stage, graph_name), form, layer)
+    else:
+        compile_options = CompileOptions(target=target, type_k=type_k or "f16", type_v=type_v or "f16", pipeline=passes)
+        result = _text_stage(path, compile_options, stage, graph_name)
+        if result is None:
+            result = _render(_stage_graph(path, compile_options, stage, graph_name), form, layer)
+    if output:
+        write_text(output, result)
+    else:
+        sys.stdout.write(result if result.endswith("\n") else result + "\n")
+
+
+def _artifact_graph(path: Path, stage: str, name: str) -> Graph:
+    from ggufc.errors import DriverError
+    from ggufc.ir import parse_graph
+    from ggufc.runtime import Artifact
+
+    if stage != "final":
+        raise DriverError(f"{path} is an artifact, which holds its final graphs only; use --stage final, or dump the model it came from")
+    with Artifact.open(path) as artifact:
+        return parse_graph(artifact.graph_text(name))
+
+
+def _text_stage(path: Path, compile_options: CompileOptions, stage: str, name: str) -> str | None:
+    from ggufc.codegen import compile as compiler
+
+    texts = {"schedule": compiler.schedule_text, "llvm": compiler.llvm_text, "asm": compiler.asm_text}
+    return texts[stage](path, compile_options, name) if stage in texts else None
+
+
+def _stage_graph(path: Path, compile_options: CompileOptions, stage: str, name: str) -> Graph:
+    from ggufc.codegen.compile import stages
+    from ggufc.errors import DriverError
+
+    seen = []
+    for found, graph in stages(path, compile_options, name):
+        if found == stage:
+            return graph
+        seen.append(found)
+    known = ", ".join([*dict.fromkeys(seen), *_TEXT_STAGES])
+    raise DriverError(f"there is no stage {stage!r}; the stages are {known}")
+
+
+def _render(graph: Graph, form: str, layer: int | None) -> str:
+    from ggufc.ir.export import export
+
+    return export(graph, form, layer=layer)

@@ -1,0 +1,169 @@
+"""``ggufc inspect``: what a file holds and needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ggufc.cli import options
+
+_HOLDERS_SHOWN = 4
+_ROWS_SHOWN = 12
+
+
+@click.command()
+@options.model
+@click.option("--compiled", is_flag=True, help="Of a model: show its artifact, compiling it if needed.")
+@click.option("--tensors", "show_tensors", is_flag=True, help="List the tensors.")
+@click.option("--metadata", "show_metadata", is_flag=True, help="List all metadata keys.")
+@click.option("-c", "--ctx-size", type=click.IntRange(1), default=None, help="Context to size caches for (default: min(trained, 4096)).")
+@click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch to size buffers for.")
+@click.option("--all", "everything", is_flag=True, help="Do not shorten lists.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(
+    model: str,
+    compiled: bool,
+    show_tensors: bool,
+    show_metadata: bool,
+    ctx_size: int | None,
+    ubatch_size: int,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Show what MODEL holds.
+
+    Of a model: architecture, tensors by type, hyperparameters. Of an artifact: sections, buffers and peak memory with their holders at the
+    given -c and -ub, caches, reuse key, fixups, node budget and nodes, fusions, kernels and their sizes.
+    """
+    from ggufc import inspection
+    from ggufc.cli import terminal
+    from ggufc.formats.gguf_reader import GGUFFile
+    from ggufc.resolve import is_artifact, model_file
+
+    path = options.artifact(model) if compiled else model_file(model, say=terminal.say, progress=None, quiet=not terminal.is_terminal())
+    with GGUFFile.open(path) as file:
+        data = inspection.describe_model(file)
+        if show_tensors or as_json:
+            data["tensors"] = inspection.tensors(file)
+        if show_metadata or as_json:
+            data["metadata"] = {key: inspection.short_value(file.metadata[key]) for key in file.metadata}
+    if is_artifact(path):
+        extras = {key: data[key] for key in ("tensors", "metadata") if key in data}
+        data = {**_artifact(path, ctx_size, ubatch_size), **extras}
+    if as_json:
+        click.echo(json.dumps(data, indent=2, default=str))
+        return
+    rows = None if everything else _ROWS_SHOWN
+    lines = _artifact_lines(data, rows) if data["kind"] == "artifact" else _model_lines(data)
+    for line in [*lines, *_extra_lines(data)]:
+        click.echo(line)
+
+
+def _artifact(path: Path, ctx_size: int | None, ubatch_size: int) -> dict[str, Any]:
+    from ggufc import inspection
+    from ggufc.runtime import Artifact
+
+    # Looking at an artifact made for another CPU is allowed; only running it is not.
+    with Artifact.open(path, features=_AnyFeature()) as artifact:
+        trained = artifact.manifest.n_ctx_train or 4096
+        return inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
+
+
+class _AnyFeature(frozenset[str]):
+    """A set of CPU features that has every feature."""
+
+    def __contains__(self, feature: object) -> bool:
+        return True
+
+
+def _table(rows: list[tuple[str, ...]], indent: str = "  ") -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    for row in rows:
+        yield (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip()
+
+
+def _model_lines(data: dict[str, Any]) -> Iterator[str]:
+    from ggufc.files import size_words
+
+    yield f"model         {data['path']}" + (f" and {len(data['files']) - 1} more files" if len(data["files"]) > 1 else "")
+    yield f"name          {data['name'] or '-'}"
+    yield f"architecture  {data['arch'] or '-'} (GGUF version {data['gguf_version']})"
+    yield f"size          {size_words(data['bytes'])}, {data['parameters'] / 1e6:.2f} M parameters"
+    yield f"tokenizer     {data['tokenizer'] or '-'}, {data['vocabulary']} tokens, chat template: {'yes' if data['chat_template'] else 'no'}"
+    yield "tensors by type"
+    yield from _table(
+        [(dtype, f"{t['tensors']} tensors", f"{t['parameters'] / 1e6:.2f} M", size_words(t["bytes"])) for dtype, t in data["types"].items()]
+    )
+    yield "hyperparameters"
+    yield from _table([(key, str(value)) for key, value in data["hyperparameters"].items()])
+
+
+def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
+    from ggufc.files import size_words
+
+    model, limits = data["model"], data["limits"]
+    yield f"artifact      {data['path']} (format {data['format_version']}, ABI {data['abi']}, {data['generator']})"
+    yield f"model         {data['source']['name']}, architecture {data['arch']}, {model['n_layer']} layers, {model['n_embd']} wide"
+    yield f"source        sha256 {data['source']['sha256'] or 'unknown'}"
+    yield f"code          {data['target']}, level {data['level']}: {' '.join(data['features']) or 'baseline'}"
+    yield f"size          {size_words(data['bytes'])}"
+    yield from _table([(s["section"], str(s["count"]), size_words(s["bytes"])) for s in data["sections"]])
+    entries = data["caches"]["entries"]
+    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, K {model['type_k']}, V {model['type_v']}: {size_words(data['caches']['bytes'])}"
+    shapes: dict[tuple[str, ...], int] = {}
+    for cache in entries:
+        key = (f"{cache['heads']} heads, {cache['row']} values", cache["dtype"], f"window {cache['window']}" if cache["window"] else "full")
+        shapes[key] = shapes.get(key, 0) + 1
+    yield from _table([(f"{count} x", *key) for key, count in shapes.items()])
+    for program in data["programs"]:
+        yield from _program_lines(program, limits, rows)
+    kernels = data["kernels"]
+    yield f"kernels       {len(kernels)}, {size_words(sum(k['bytes'] for k in kernels))}"
+    yield from _table([(size_words(k["bytes"]), f"{k['launches']} launches", k["signature"]) for k in kernels[:rows]])
+    yield from _more(kernels, rows)
+
+
+def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | None) -> Iterator[str]:
+    from ggufc.files import size_words
+
+    yield (
+        f"program {program['name']}: {program['launches']} launches, {program['barriers']} barriers, "
+        f"{program['nodes']} nodes (budget {program['node_budget']})"
+    )
+    yield f"  peak activations {size_words(program['activation_bytes'])} at -c {limits['n_ctx']} -ub {limits['n_ubatch']}, held by"
+    slots = program["slots"]
+    yield from _table([(size_words(s["bytes"]), f"= {s['size']}", _holders(s["holders"])) for s in slots[:rows]], "    ")
+    yield from _more(slots, rows)
+    key = ", ".join(f"{name} = {value}" for name, value in program["reuse_key"]) or "nothing was observed: reused for every shape"
+    yield f"  reuse key: {key}"
+    fixups = program["fixups"]
+    yield f"  fixups: {len(fixups) or 'none'}"
+    yield from _table([(f["node"], f["cache"], f"{f['step']} bytes per cell") for f in fixups[:rows]], "    ")
+    yield from _more(fixups, rows)
+    fusions = ", ".join(f"{name} {count}" for name, count in sorted(program["fusions"].items()))
+    yield f"  fusions: {fusions or 'none'}"
+
+
+def _holders(names: list[str]) -> str:
+    shown = ", ".join(names[:_HOLDERS_SHOWN])
+    return shown if len(names) <= _HOLDERS_SHOWN else f"{shown} and {len(names) - _HOLDERS_SHOWN} more"
+
+
+def _more(items: list[Any], rows: int | None) -> Iterator[str]:
+    if rows is not None and len(items) > rows:
+        yield f"    ... and {len(items) - rows} more (--all shows them)"
+
+
+def _extra_lines(data: dict[str, Any]) -> Iterator[str]:
+    from ggufc.files import size_words
+
+    if "tensors" in data:
+        yield "tensors"
+        yield from _table([(t["name"], t["dtype"], "x".join(str(n) for n in t["ne"]), size_words(t["bytes"])) for t in data["tensors"]])
+    if "metadata" in data:
+        yield "metadata"
+        yield from _table([(key, str(value)) for key, value in data["metadata"].items()])

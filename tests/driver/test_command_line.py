@@ -1,0 +1,189 @@
+"""The command line's frame: start-up, help, exit codes, streams, signals."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ggufc.cli import COMMANDS, cli, failures
+from ggufc.errors import DriverError
+
+
+def ggufc(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ggufc", *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+def test_help_starts_without_the_heavy_packages() -> None:
+    script = (
+        "import sys; from ggufc.cli import cli\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        "print(sorted({'numpy', 'rich', 'llvmlite', 'jinja2', 'tokenizers', 'networkx', 'gguf', 'msgspec'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+    for name in COMMANDS:
+        assert f"  {name} " in result.stdout
+
+
+def test_help_takes_a_fifth_of_a_second() -> None:
+    """The budget is for the whole process; the bare interpreter's own start-up on this machine is not ggufc's to save."""
+
+    def seconds(*command: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], capture_output=True, check=True)
+        return time.perf_counter() - start
+
+    bare = min(seconds("-c", "pass") for _ in range(3))
+    full = min(seconds("-m", "ggufc", "--help") for _ in range(3))
+    assert full - bare < 0.15
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"Usage: cli {name}")
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None and command.help, "a command needs a docstring"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{parameter.opts} has no help"
+
+
+def test_commands_import_nothing_heavy() -> None:
+    script = (
+        "import sys, importlib; from ggufc.cli import COMMANDS\n"
+        "for name in COMMANDS: importlib.import_module(f'ggufc.cli.{name}')\n"
+        "print(sorted({'numpy', 'rich', 'llvmlite', 'jinja2', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_unknown_commands_and_options_are_usage_errors() -> None:
+    for arguments in (["no-such-command"], ["pull", "--no-such-option"], ["run"]):
+        result = ggufc(*arguments)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+
+
+def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF\x03\0\0\0 and then nothing sensible")
+    for arguments in (["inspect", "no-such-model"], ["inspect", str(bad)], ["inspect", str(tmp_path)], ["opt", str(bad)]):
+        result = ggufc(*arguments)
+        assert result.returncode == 2, arguments
+        assert result.stdout == ""
+        assert re.match(r"ggufc: error: |Usage: ", result.stderr), result.stderr
+        assert "Traceback" not in result.stderr
+
+
+class TestFailures:
+    """``failures.run`` maps every way of ending to an exit code."""
+
+    @pytest.fixture(autouse=True)
+    def keep_signals(self):
+        before = signal.getsignal(signal.SIGTERM)
+        yield
+        signal.signal(signal.SIGTERM, before)
+
+    @pytest.mark.parametrize(
+        ("error", "code", "message"),
+        [
+            (DriverError("no such thing"), 2, "ggufc: error: no such thing\n"),
+            (
+                FileNotFoundError(errno.ENOENT, "No such file or directory", "x.gguf"),
+                2,
+                "ggufc: error: x.gguf: No such file or directory\n",
+            ),
+            (OSError(errno.ENOSPC, "No space left on device"), 2, "ggufc: error: the disk is full; free space"),
+            (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "ggufc: error: the text is not UTF-8 (byte 0"),
+            (MemoryError(), 2, "ggufc: error: out of memory; use a smaller -c or -ub\n"),
+            (KeyboardInterrupt(), 130, ""),
+            (ValueError("oops"), 1, "ggufc: error: internal error, ValueError: oops; `ggufc --debug"),
+            (click.UsageError("wrong"), 2, ""),
+        ],
+    )
+    def test_exit_codes(self, error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        @click.command()
+        def command() -> None:
+            raise error
+
+        assert failures.run(command, []) == code
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(message) and "Traceback" not in captured.err
+
+    def test_debug_shows_the_traceback(self) -> None:
+        @click.command()
+        @click.option("--debug", is_flag=True)
+        def command(debug: bool) -> None:
+            raise DriverError("no such thing")
+
+        with pytest.raises(DriverError):
+            failures.run(command, ["--debug"])
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    process = subprocess.Popen(
+        f"{sys.executable} -m ggufc --help; echo code $? >&2", shell=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == "code 0\n"
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_leave_no_partial_file(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    script = (
+        "import sys, time, click\nfrom pathlib import Path\nfrom ggufc.cli.failures import run\nfrom ggufc.files import replacing\n"
+        "@click.command()\ndef command():\n"
+        "    with replacing(Path(sys.argv[1])) as temporary:\n"
+        "        temporary.write_text('half'); print('writing', flush=True); time.sleep(60)\n"
+        "sys.exit(run(command, []))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    assert list(tmp_path.iterdir()) != []
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_piped_output_has_no_colour_and_no_bars(tmp_path: Path) -> None:
+    result = ggufc("doctor", env={**os.environ, "GGUFC_CACHE": str(tmp_path), "FORCE_COLOR": "1"})
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "llvmlite" in result.stdout
+
+
+def test_version() -> None:
+    import ggufc as package
+
+    assert ggufc("--version").stdout == f"ggufc, version {package.__version__}\n"
+
+
+def test_the_package_offers_its_names_lazily() -> None:
+    script = "import sys, ggufc; print('numpy' in sys.modules, 'compile' in dir(ggufc), ggufc.GgufcError.__name__)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False True GgufcError\n"
+    package = importlib.import_module("ggufc")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
