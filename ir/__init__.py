@@ -2,7 +2,7 @@
 
 ``dims`` symbolic dimensions; ``types`` tensor types; ``ops`` declared operators; ``graph`` nodes and graphs; ``layout`` resolved views;
 ``order`` topological order; ``text`` and ``parse`` the printed form; ``verify`` the rules; ``storage`` and ``interp`` the numpy
-reference; ``export`` other output formats.
+reference; ``equality`` compares graphs; ``export`` other output formats, drawn by ``folding`` and ``drawing``.
 """
 
 from ggufc.ir.dims import Dim, IntDim, Sym
