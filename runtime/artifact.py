@@ -38,8 +38,9 @@ class Artifact:
     def open(cls, path: str | os.PathLike[str], expect_digest: str | None = None, features: frozenset[str] | None = None) -> Artifact:
         """Map the file and check version, ABI, digests, CPU features and tensors.
 
-        ``expect_digest``: sha256 (hex) the whole file must have, for artifacts from elsewhere: an artifact is native code and must be trusted as a
-        program is. ``features``: CPU features to check against, this machine's by default. Raises ArtifactError, or GGUFError for a malformed container.
+        ``expect_digest``: sha256 (hex) the whole file must have, for artifacts from elsewhere: an artifact is native code and must be
+        trusted as a program is. ``features``: CPU features to check against, this machine's by default. Raises ArtifactError, or
+        GGUFError for a malformed container.
         """
         file = GGUFFile.open(path)
         try:
@@ -121,7 +122,9 @@ def _check_expected(file: GGUFFile, expected: str) -> None:
     wanted = expected.strip().lower().removeprefix("sha256:")
     have = file.sha256()
     if have != wanted:
-        raise ArtifactError(f"{file.path}: the file's sha256 is {have}, expected {wanted}; it is not the artifact you asked for, nothing was loaded")
+        raise ArtifactError(
+            f"{file.path}: the file's sha256 is {have}, expected {wanted}; it is not the artifact you asked for, nothing was loaded"
+        )
 
 
 def _image(file: GGUFFile, manifest: fmt.Manifest) -> np.ndarray:
@@ -129,10 +132,10 @@ def _image(file: GGUFFile, manifest: fmt.Manifest) -> np.ndarray:
     if len(names) != 1:
         raise ArtifactError(f"{file.path}: {len(names)} code images ({fmt.IMAGE_TENSOR}) where one is expected; {_REMEDY}")
     image = file.data(names[0])
-    if hashlib.sha256(image).hexdigest() != _digest(file, "image"):
+    if hashlib.sha256(memoryview(image)).hexdigest() != _digest(file, "image"):
         raise ArtifactError(f"{file.path}: the code image does not match its digest; the file is damaged, {_REMEDY}")
     for kernel in manifest.kernels:
-        if not (0 <= kernel.offset and 0 < kernel.size <= image.size - kernel.offset and 0 <= kernel.scratch < 1 << 32):
+        if not (kernel.offset >= 0 and 0 < kernel.size <= image.size - kernel.offset and 0 <= kernel.scratch < 1 << 32):
             raise ArtifactError(f"{file.path}: kernel {kernel.symbol!r} lies outside the code image of {image.size} bytes; {_REMEDY}")
     for driver in ("ggufc_worker", "ggufc_eval"):
         if not 0 <= manifest.drivers.get(driver, -1) < image.size:
@@ -144,7 +147,9 @@ def _check_features(path: Path, manifest: fmt.Manifest, have: frozenset[str]) ->
     machine = os.uname().machine
     arch = manifest.target.split("-", 1)[0]
     if arch != machine and {arch, machine} not in ({"x86_64", "amd64"}, {"aarch64", "arm64"}):
-        raise ArtifactError(f"{path}: the code is for {arch}, this machine is {machine}; compile the model on or for this machine (--target)")
+        raise ArtifactError(
+            f"{path}: the code is for {arch}, this machine is {machine}; compile the model on or for this machine (--target)"
+        )
     missing = [feature for feature in manifest.features if feature not in have]
     if missing:
         raise ArtifactError(

@@ -1,7 +1,7 @@
 """From a batch of tokens to the input arrays of micro-batches.
 
-A micro-batch's tokens are placed in consecutive cells. Each token then sees a stretch ``[lo, hi)`` of its (first) sequence's cell list, which is sorted by
-position: up to its own position if attention is causal, everything otherwise; a window narrows ``lo``.
+A micro-batch's tokens are placed in consecutive cells. Each token then sees a stretch ``[lo, hi)`` of its (first) sequence's cell list,
+which is sorted by position: up to its own position if attention is causal, everything otherwise; a window narrows ``lo``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_POSITION = 2**31 - 2
 class Batch:
     """Checked tokens of one ``decode`` call.
 
-    ``tokens`` i32 [n] or ``embd`` f32 [n, width]; ``pos`` i32 [n]; ``seqs`` i32 [n], or a list of sequence tuples when a token belongs to several;
-    ``wanted`` are the ascending indices of rows whose logits are asked for.
+    ``tokens`` i32 [n] or ``embd`` f32 [n, width]; ``pos`` i32 [n]; ``seqs`` i32 [n], or a list of sequence tuples when a token belongs to
+    several; ``wanted`` are the ascending indices of rows whose logits are asked for.
     """
 
     pos: np.ndarray
@@ -93,7 +93,9 @@ def _integers(values: Sequence[int] | np.ndarray | None, what: str) -> np.ndarra
     return array.astype(np.int64)
 
 
-def _sequences(seq: int | Sequence[int] | Sequence[Sequence[int]] | np.ndarray, n: int, n_seq_max: int) -> np.ndarray | list[tuple[int, ...]]:
+def _sequences(
+    seq: int | Sequence[int] | Sequence[Sequence[int]] | np.ndarray, n: int, n_seq_max: int
+) -> np.ndarray | list[tuple[int, ...]]:
     if isinstance(seq, (int, np.integer)):
         array = np.full(n, int(seq), np.int32)
     elif len(seq) and not isinstance(seq[0], (int, np.integer)):
@@ -155,8 +157,8 @@ def sizes(n: int, n_ubatch: int) -> list[int]:
 class Visibility:
     """What the tokens of a micro-batch see.
 
-    ``cells`` i32 [R]: the cell lists of its sequences, one after another. Per token: ``base`` of its list, ``hi`` entries counted from there,
-    and the list's positions to narrow ``lo`` with.
+    ``cells`` i32 [R]: the cell lists of its sequences, one after another. Per token: ``base`` of its list, ``hi`` entries counted from
+    there, and the list's positions to narrow ``lo`` with.
     """
 
     cells: np.ndarray

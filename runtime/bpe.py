@@ -86,8 +86,8 @@ def pre_name(metadata: Mapping[str, Any]) -> str:
 class BpeModel:
     """Encodes text whose special tokens have been cut out already.
 
-    Pieces that merges produce but the vocabulary lacks get private ids past its end and are spelled in bytes afterwards, so the library's demand that every
-    merge names tokens changes nothing.
+    Pieces that merges produce but the vocabulary lacks get private ids past its end and are spelled in bytes afterwards, so the library's
+    demand that every merge names tokens changes nothing.
     """
 
     def __init__(self, vocab: Vocab, metadata: Mapping[str, Any]) -> None:
@@ -102,7 +102,9 @@ class BpeModel:
         for merge in merges:
             cut = merge.find(" ", 1)
             if cut < 1 or cut + 1 == len(merge):
-                raise RuntimeRefusal(f"the merge {merge!r} in {PREFIX}merges is not two texts with a space between; the file's tokenizer is malformed")
+                raise RuntimeRefusal(
+                    f"the merge {merge!r} in {PREFIX}merges is not two texts with a space between; the file's tokenizer is malformed"
+                )
             pairs.append((merge[:cut], merge[cut + 1 :]))
         missing = [text for a, b in pairs for text in (a, b, a + b) if text not in self._ids]
         missing += [char for char in byte_alphabet() if char not in self._ids]

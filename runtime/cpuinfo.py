@@ -40,10 +40,11 @@ _X86_RENAMED = {
     "amx_bf16": "amx-bf16",
     "amx_fp16": "amx-fp16",
 }
-_X86_SAME = frozenset(
-    "mmx sse sse2 ssse3 cx16 popcnt movbe aes xsave xsavec xsaveopt avx avx2 bmi2 f16c fma gfni vaes vpclmulqdq adx clflushopt clwb rdseed rdpid "
-    "fsgsbase sse4a avx512f avx512bw avx512cd avx512dq avx512vl avx512ifma avx512vbmi fxsr sahf prfchw lwp".split()
+_X86_WORDS = (
+    "mmx sse sse2 ssse3 cx16 popcnt movbe aes xsave xsavec xsaveopt avx avx2 bmi2 f16c fma gfni vaes vpclmulqdq adx clflushopt clwb "
+    "rdseed rdpid fsgsbase sse4a avx512f avx512bw avx512cd avx512dq avx512vl avx512ifma avx512vbmi fxsr sahf prfchw lwp"
 )
+_X86_SAME = frozenset(_X86_WORDS.split())
 _ARM_RENAMED = {
     "asimd": "neon",
     "asimddp": "dotprod",

@@ -8,8 +8,8 @@ from ggufc.formats.errors import GgufcError
 class RuntimeRefusal(GgufcError):
     """An operation that was refused before anything changed; the message names the operation and the way out.
 
-    ``soft`` is True where the same call can succeed later or in smaller pieces (a full cache, a pending shift that is impossible): a caller may free
-    cells or retry with half the batch. A hard refusal is a wrong option or an impossible request.
+    ``soft`` is True where the same call can succeed later or in smaller pieces (a full cache, a pending shift that is impossible): a
+    caller may free cells or retry with half the batch. A hard refusal is a wrong option or an impossible request.
     """
 
     def __init__(self, message: str, *, soft: bool = False) -> None:

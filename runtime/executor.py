@@ -1,7 +1,7 @@
 """Binding a program to memory and running it: one native call per micro-batch.
 
-Binding resolves every argument of every launch to an address once. What differs between micro-batches enters through five parameters, the input
-buffers and, for caches written at a moving offset, the program's fixups.
+Binding resolves every argument of every launch to an address once. What differs between micro-batches enters through five parameters, the
+input buffers and, for caches written at a moving offset, the program's fixups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class CacheBuffers:
         for cache in artifact.manifest.caches:
             info = TYPES.get(cache.dtype)
             if info is None or cache.row <= 0 or cache.row % info.block:
-                raise ArtifactError(f"{artifact.path}: cache {cache.name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored")
+                raise ArtifactError(
+                    f"{artifact.path}: cache {cache.name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored"
+                )
             self.row_bytes[cache.name] = cache.row // info.block * info.bytes
             self.offsets[cache.name] = total
             total += align(self.row_bytes[cache.name] * n_cells)
@@ -76,8 +78,8 @@ class CacheBuffers:
 class Executor:
     """One program of an artifact, bound to memory and threads.
 
-    ``inputs[name]`` are the input buffers (numpy, numpy order), filled by the caller before ``eval``; ``output(name)`` is a view that the next ``eval``
-    overwrites. ``share`` is another executor of the same artifact whose caches, code and threads this one uses.
+    ``inputs[name]`` are the input buffers (numpy, numpy order), filled by the caller before ``eval``; ``output(name)`` is a view that the
+    next ``eval`` overwrites. ``share`` is another executor of the same artifact whose caches, code and threads this one uses.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Executor:
     ) -> None:
         self.artifact = artifact
         self.program = artifact.program(program)
-        self.limits = Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits
+        self.limits: Limits = Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits
         self._owns_team = share is None
         if share is None:
             self.image = CodeImage(artifact.image)
@@ -130,7 +132,9 @@ class Executor:
         try:
             values = [fmt.evaluate(form, env) for form in forms]
         except KeyError as error:
-            raise ArtifactError(f"{self.artifact.path}: {what} is sized by the unknown symbol {error.args[0]!r}; compile the model again") from None
+            raise ArtifactError(
+                f"{self.artifact.path}: {what} is sized by the unknown symbol {error.args[0]!r}; compile the model again"
+            ) from None
         if any(not 0 <= value < 1 << 48 for value in values):
             raise ArtifactError(f"{self.artifact.path}: {what} has the impossible size {values}; compile the model again")
         return values
@@ -177,7 +181,8 @@ class Executor:
     def _bind(self) -> None:
         """Fill the launch table, the argument arrays and the exec record.
 
-        Every pointer is checked to start inside its buffer, so a manifest that does not fit its file is refused here and cannot crash a kernel's first load.
+        Every pointer is checked to start inside its buffer, so a manifest that does not fit its file is refused here and cannot crash a
+        kernel's first load.
         """
         launches = self.program.launches
         kernels = [self.image.address(kernel.offset) for kernel in self.artifact.manifest.kernels]
@@ -235,7 +240,8 @@ class Executor:
         node = self.program.launches[index].node
         target = arg.name or arg.value
         return ArtifactError(
-            f"{self.artifact.path}: launch {index} ({node}) refers to {arg.kind} {target!r} at byte {arg.offset}: {why}; compile the model again"
+            f"{self.artifact.path}: launch {index} ({node}) refers to {arg.kind} {target!r} at byte {arg.offset}: {why}; compile the "
+            "model again"
         )
 
     def _bind_fixups(self) -> None:
@@ -246,7 +252,8 @@ class Executor:
             arg = self.program.launches[fixup.launch].args[fixup.arg] if ok else None
             if arg is None or arg.kind != "cache" or arg.name != fixup.cache or fixup.step != self.caches.row_bytes.get(fixup.cache):
                 raise ArtifactError(
-                    f"{self.artifact.path}: the fixup of {fixup.node} does not match a write into cache {fixup.cache}; compile the model again"
+                    f"{self.artifact.path}: the fixup of {fixup.node} does not match a write into cache {fixup.cache}; compile the "
+                    "model again"
                 )
             places.append(self._first_arg[fixup.launch] + fixup.arg)
             bases.append(self._places["cache", fixup.cache][0])
@@ -267,7 +274,9 @@ class Executor:
         """
         limits = self.limits
         if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= limits.env()["R"]):
-            raise RuntimeRefusal(f"a micro-batch of {T} tokens, {O} rows, {R} list entries and {KV} cells exceeds what was allocated ({limits})")
+            raise RuntimeRefusal(
+                f"a micro-batch of {T} tokens, {O} rows, {R} list entries and {KV} cells exceeds what was allocated ({limits})"
+            )
         if self.team.closed:
             raise RuntimeRefusal("this session is closed; open a new one")
         if self._fix_places.size:

@@ -13,8 +13,8 @@ from ggufc.formats.errors import ArtifactError
 class CodeImage:
     """A mapped copy of a flat position-independent image.
 
-    ``address(offset)`` is the address of a byte of it; offsets outside the image are refused. The mapping lives as long as the object, so whoever calls
-    into it keeps the object alive.
+    ``address(offset)`` is the address of a byte of it; offsets outside the image are refused. The mapping lives as long as the object, so
+    whoever calls into it keeps the object alive.
     """
 
     def __init__(self, code: np.ndarray) -> None:
@@ -33,7 +33,8 @@ class CodeImage:
         if status != 0:
             code_number = ctypes.get_errno()
             raise ArtifactError(
-                f"the system refuses executable memory (mprotect, error {code_number}); a security policy of this machine forbids generated code"
+                f"the system refuses executable memory (mprotect, error {code_number}); a security policy of this machine forbids "
+                "generated code"
             )
         # ARM instruction caches are not coherent with data writes; the helper exists in libgcc where it matters.
         clear = getattr(libc, "__clear_cache", None)
@@ -42,5 +43,7 @@ class CodeImage:
 
     def address(self, offset: int) -> int:
         if not 0 <= offset < self.size:
-            raise ArtifactError(f"code offset {offset} lies outside the image of {self.size} bytes; the artifact is damaged, compile it again")
+            raise ArtifactError(
+                f"code offset {offset} lies outside the image of {self.size} bytes; the artifact is damaged, compile it again"
+            )
         return self.base + offset

@@ -1,8 +1,8 @@
 """K-shift: rotating stored keys when positions of their cells have moved.
 
-Keys are stored rotated by their position, so moving a cell by ``delta`` is one more rotation by ``delta``. It is a pure rotation: the magnitude factor
-of YaRN is in the stored key already and must not be applied twice. Rows that did not move keep their bytes. Quantised rows are dequantised, rotated and
-quantised again.
+Keys are stored rotated by their position, so moving a cell by ``delta`` is one more rotation by ``delta``. It is a pure rotation: the
+magnitude factor of YaRN is in the stored key already and must not be applied twice. Rows that did not move keep their bytes. Quantised
+rows are dequantised, rotated and quantised again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def angles(rope: Mapping[str, Any], freq_factors: np.ndarray | None = None) -> n
     theta = base ** (-2.0 * pair / n_dims)
     if freq_factors is not None:
         if len(freq_factors) < n_dims // 2:
-            raise RuntimeRefusal(f"the model gives {len(freq_factors)} rope frequency factors for {n_dims // 2} pairs; the context cannot be shifted")
+            raise RuntimeRefusal(
+                f"the model gives {len(freq_factors)} rope frequency factors for {n_dims // 2} pairs; the context cannot be shifted"
+            )
         theta = theta / np.asarray(freq_factors, np.float64)[: n_dims // 2]
     scale = float(rope.get("freq_scale", 1.0))
     ext = float(rope.get("ext_factor", 0.0))
@@ -53,7 +55,9 @@ def angles(rope: Mapping[str, Any], freq_factors: np.ndarray | None = None) -> n
 
 
 def rotate(rows: np.ndarray, delta: np.ndarray, theta: np.ndarray, mode: str, n_dims: int) -> None:
-    """Rotate f32 ``rows`` [n, heads, head] in place by ``delta`` [n] positions: pairs (2i, 2i+1) in mode ``norm``, (i, i + n_dims/2) in ``neox``."""
+    """Rotate f32 ``rows`` [n, heads, head] in place by ``delta`` [n] positions: pairs (2i, 2i+1) in mode ``norm``, (i, i + n_dims/2)
+    in ``neox``.
+    """
     turn = delta.astype(np.float64)[:, None] * theta[None, :]
     cos, sin = np.cos(turn).astype(np.float32)[:, None, :], np.sin(turn).astype(np.float32)[:, None, :]
     if mode == "norm":
@@ -140,7 +144,7 @@ def apply(cells: KVCells, buffers: CacheBuffers, tensors: Mapping[str, np.ndarra
         if key not in known:
             known[key] = angles(cache.rope, _freq_factors(cache.rope, tensors or {}))
         store = buffers.view(cache.name)
-        mode, n_dims = str(cache.rope["mode"]), int(cache.rope["n_dims"])
+        mode, n_dims = str(cache.rope["mode"]), int(str(cache.rope["n_dims"]))
         for at in range(0, len(moved), _ROWS_AT_ONCE):
             part = moved[at : at + _ROWS_AT_ONCE]
             rows = to_f32(store[part], cache.dtype)

@@ -1,7 +1,8 @@
 """The books of a KV cache: which cell holds which position of which sequences.
 
-A cell holds ``pos`` (-1 = free), the set of sequences that own it and a pending rotation ``delta``. Every sequence also keeps its cells sorted by position,
-because attention walks that list; appending at the end, the normal case, costs O(1). Everything here is metadata: no key or value moves.
+A cell holds ``pos`` (-1 = free), the set of sequences that own it and a pending rotation ``delta``. Every sequence also keeps its cells
+sorted by position, because attention walks that list; appending at the end, the normal case, costs O(1). Everything here is metadata: no
+key or value moves.
 
 Rules: slot search, sequence operations and their edge cases follow the project's cache specification, sections 1.1 to 1.4.
 """

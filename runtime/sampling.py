@@ -1,7 +1,7 @@
 """Choosing the next token from logits.
 
-The chain and its defaults are llama.cpp's: repeat penalty, top-k, top-p, min-p, temperature, draw. Functions are pure; ``Sampler`` adds the history and
-the random generator. Ties are broken by the lowest token id everywhere, so equal logits give equal text on every machine.
+The chain and its defaults are llama.cpp's: repeat penalty, top-k, top-p, min-p, temperature, draw. Functions are pure; ``Sampler`` adds
+the history and the random generator. Ties are broken by the lowest token id everywhere, so equal logits give equal text on every machine.
 """
 
 from __future__ import annotations

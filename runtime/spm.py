@@ -1,7 +1,7 @@
 """SentencePiece-style merging by score (``tokenizer.ggml.model`` = ``llama``).
 
-A merge table cannot express this rule: which pair is joined next depends on the score of the *joined* text, and equal scores go to the leftmost pair. So
-the loop is written here: a heap of candidate pairs over a linked list of symbols, O(n log n) in the length of the text.
+A merge table cannot express this rule: which pair is joined next depends on the score of the *joined* text, and equal scores go to the
+leftmost pair. So the loop is written here: a heap of candidate pairs over a linked list of symbols, O(n log n) in the length of the text.
 """
 
 from __future__ import annotations

@@ -24,14 +24,21 @@ def _wake(address: int) -> None:
     number = _SYS_FUTEX.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(
-            ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(_FUTEX_WAKE_PRIVATE), ctypes.c_int(2**31 - 1), None, None, ctypes.c_int(0)
+            ctypes.c_long(number),
+            ctypes.c_void_p(address),
+            ctypes.c_int(_FUTEX_WAKE_PRIVATE),
+            ctypes.c_int(2**31 - 1),
+            None,
+            None,
+            ctypes.c_int(0),
         )
 
 
 def _stop(pool: np.ndarray, threads: list[threading.Thread]) -> None:
     """Ask the workers to return and wait for them.
 
-    A worker may pass its check of the stop word just before it is set and fall asleep just after the wake-up, so the wake-up repeats until each has gone.
+    A worker may pass its check of the stop word just before it is set and fall asleep just after the wake-up, so the wake-up repeats
+    until each has gone.
     """
     pool[abi.POOL_STOP] = 1
     for thread in threads:
@@ -50,7 +57,9 @@ class Team:
     """
 
     def __init__(self, worker: int, evaluate: int, n_threads: int, scratch: int, keep: object = None) -> None:
-        """``worker``, ``evaluate``: addresses of ``ggufc_worker`` and ``ggufc_eval``; ``keep`` is held while threads run (the mapped code)."""
+        """``worker``, ``evaluate``: addresses of ``ggufc_worker`` and ``ggufc_eval``; ``keep`` is held while threads run (the mapped
+        code).
+        """
         self.n_threads = n_threads
         stride = align(scratch) + 64
         self._pool_memory = Region(8 * abi.POOL_WORDS, "the thread pool")

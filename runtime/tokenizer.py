@@ -1,6 +1,7 @@
 """Text to token ids and back, from the tokenizer stored in a GGUF file.
 
-Special tokens are cut out of the text first, longest text first; the rest goes through byte-level BPE (``bpe``) or merging by score (``spm``).
+Special tokens are cut out of the text first, longest text first; the rest goes through byte-level BPE (``bpe``) or merging by score
+(``spm``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MODELS = ("gpt2", "llama")
 
 
 def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer in a file's metadata; RuntimeRefusal names the key that is missing, malformed or not supported. Tables are built on first use."""
+    """The tokenizer in a file's metadata; RuntimeRefusal names the key that is missing, malformed or not supported. Tables are built
+    on first use.
+    """
     model = metadata.get(PREFIX + "model")
     if model is None or model in ("none", "no_vocab"):
         raise RuntimeRefusal(f"this file has no tokenizer ({PREFIX}model); give token ids instead of text")
@@ -67,8 +70,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
         """Token ids of ``text``.
 
-        ``special``: control tokens written in the text become their ids (user-defined tokens always do). ``bos``: put BOS in front; None does what the
-        model asks for, and then also appends EOS where it asks for that.
+        ``special``: control tokens written in the text become their ids (user-defined tokens always do). ``bos``: put BOS in front; None
+        does what the model asks for, and then also appends EOS where it asks for that.
         """
         # Bytes that are not UTF-8 (surrogates, from a command line) have no characters to tokenize.
         clean = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
@@ -143,7 +146,9 @@ class StreamDecoder:
 
 
 def split_specials(text: str, specials: list[tuple[str, int]]) -> list[str | int]:
-    """``text`` with special tokens replaced by their ids; ``specials`` are searched in the order given, each in what the ones before left over."""
+    """``text`` with special tokens replaced by their ids; ``specials`` are searched in the order given, each in what the ones before
+    left over.
+    """
     pieces: list[str | int] = [text] if text else []
     for special, token in specials:
         if special not in text:

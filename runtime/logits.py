@@ -1,0 +1,128 @@
+"""Running the steps of a golden case and collecting their logits.
+
+A case is a JSON object with ``options`` and ``steps`` (decode, cache operations); two engines that run the same case can be compared
+array by array. Unknown options and steps are refused by name before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import RuntimeRefusal
+from .session import Session
+
+_OPTION_WORDS = (
+    "n_ctx n_batch n_ubatch n_seq_max threads fa mla dsa dsa_top_k fidx type_k type_v idx_type_k graph_reuse swa_compress mtp "
+    "mtp_heads cross_ctx dspark"
+)
+OPTIONS = frozenset(_OPTION_WORDS.split())
+"""Options a case may have. ``fa``, ``mla`` and ``fidx`` choose among ways of computing the same thing; this engine has its own."""
+
+_LATER_OPTIONS = ("swa_compress", "mtp", "mtp_heads", "cross_ctx", "dspark")
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "decode": ("tokens",),
+    "decode_last": ("tokens",),
+    "decode_embd": ("embd",),
+    "causal": ("value",),
+    "seq_rm": ("seq", "p0", "p1"),
+    "seq_cp": ("src", "dst", "p0", "p1"),
+    "seq_add": ("seq", "p0", "p1", "delta"),
+    "clear": (),
+}
+"""Steps and the fields they need; cache operations may give them as ``args`` in this order."""
+
+_LATER_WORDS = (
+    "state_save state_load mtp_warmup mtp_update mtp_draft mtp_rm mtp rows tgt trm ckpt_init ckpt_save ckpt_restore ckpt_discard "
+    "draft dappend drm"
+)
+_LATER_STEPS = frozenset(_LATER_WORDS.split())
+
+
+def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``Session`` among a case's options: sizes, threads, graph reuse. Cache types and the rest concern compilation."""
+    names = {"n_ctx": "n_ctx", "n_batch": "n_batch", "n_ubatch": "n_ubatch", "n_seq_max": "n_seq_max", "threads": "n_threads"}
+    found: dict[str, Any] = {names[key]: int(value) for key, value in options.items() if key in names}
+    if "graph_reuse" in options:
+        found["graph_reuse"] = bool(int(options["graph_reuse"]))
+    return found
+
+
+def check_case(case: Mapping[str, Any]) -> None:
+    """Refuse, by name, options and steps this version does not know or cannot run."""
+    options = case.get("options", {})
+    if not isinstance(options, Mapping) or not isinstance(case.get("steps"), list):
+        raise RuntimeRefusal("the case needs an object 'options' and a list 'steps'")
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise RuntimeRefusal(f"unknown option {name!r} in the case; known are {', '.join(sorted(OPTIONS))}")
+        if name in _LATER_OPTIONS and value:
+            raise RuntimeRefusal(f"option {name!r} of the case is not supported by this version")
+    for index, step in enumerate(case["steps"]):
+        op = step.get("op") if isinstance(step, Mapping) else None
+        if op in _LATER_STEPS:
+            raise RuntimeRefusal(f"step {index} ({op}) of the case is not supported by this version")
+        if op not in _FIELDS:
+            raise RuntimeRefusal(f"step {index} of the case is the unknown operation {op!r}; known are {', '.join(_FIELDS)}")
+        missing = [name for name in _FIELDS[op] if name not in step]
+        if missing and not (op not in ("decode", "decode_last", "decode_embd") and len(step.get("args", ())) == len(_FIELDS[op])):
+            raise RuntimeRefusal(f"step {index} ({op}) of the case lacks {', '.join(missing)}")
+
+
+def run_case(session_factory: Callable[[dict[str, Any]], Session], case: Mapping[str, Any], folder: str | Path) -> dict[str, np.ndarray]:
+    """Run a case's steps; returns f32 [rows, n_vocab] per step name.
+
+    ``session_factory(options)`` makes the session for the case's options (see ``session_options``); it is closed at the end. Embeddings
+    are read from .npy files in ``folder``.
+    """
+    check_case(case)
+    results: dict[str, np.ndarray] = {}
+    with session_factory(dict(case.get("options", {}))) as session:
+        for index, step in enumerate(case["steps"]):
+            try:
+                logits = _run_step(session, step, Path(folder))
+            except RuntimeRefusal as refusal:
+                raise RuntimeRefusal(f"step {index} ({step['op']}) of the case: {refusal}", soft=refusal.soft) from None
+            if logits is not None:
+                results[str(step.get("name", f"step{index}"))] = logits
+    return results
+
+
+def _run_step(session: Session, step: Mapping[str, Any], folder: Path) -> np.ndarray | None:
+    op = step["op"]
+    if op in ("decode", "decode_last"):
+        return session.decode(step["tokens"], step.get("pos"), step.get("seq", 0), "all" if op == "decode" else "last")
+    if op == "decode_embd":
+        rows = _embeddings(folder, str(step["embd"]))
+        return session.decode(None, _text_positions(step.get("pos"), len(rows)), step.get("seq", 0), "all", embd=rows)
+    values = [int(step[name]) for name in _FIELDS[op]] if all(name in step for name in _FIELDS[op]) else [int(v) for v in step["args"]]
+    if op == "causal":
+        session.causal = bool(values[0])
+    elif op == "clear":
+        session.reset()
+    else:
+        getattr(session, op)(*values)
+    return None
+
+
+def _embeddings(folder: Path, name: str) -> np.ndarray:
+    if Path(name).name != name:
+        raise RuntimeRefusal(f"embeddings must lie beside the case; {name!r} is a path")
+    try:
+        rows = np.load(folder / name, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise RuntimeRefusal(f"the embeddings {name} cannot be read: {error}") from None
+    return np.asarray(rows, np.float32)
+
+
+def _text_positions(pos: Any, rows: int) -> Any:
+    """Positions of embeddings; four numbers per row (sections-major) are for rotations this version does not have."""
+    if pos is not None and len(pos) != rows:
+        raise RuntimeRefusal(
+            f"{len(pos)} positions for {rows} embeddings: positions in sections (M-RoPE) are not supported by this version"
+        )
+    return pos

@@ -1,0 +1,88 @@
+"""Perplexity of a text, by llama.cpp's convention.
+
+The text is cut into chunks of ``n_ctx`` tokens, each evaluated from an empty cache (its first token replaced by BOS where the model uses
+one); the second half of each chunk is scored, so every scored token has at least n_ctx/2 tokens of context. A token's score is -log
+p(token | tokens before it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import RuntimeRefusal
+from .session import Session
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``value`` = exp(mean negative log-likelihood) over ``n_tokens`` scored tokens of ``n_chunks`` chunks; ``error`` is its standard
+    error.
+    """
+
+    value: float
+    error: float
+    n_tokens: int
+    n_chunks: int
+
+
+def nll(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """f64 [rows]: negative log-likelihood of ``targets`` under f32 ``logits`` [rows, n_vocab]."""
+    top = logits.max(axis=1)
+    # The sum is formed in f64 row by row, so that no f64 copy of all logits is made.
+    total = np.array([np.exp((row - m).astype(np.float64)).sum() for row, m in zip(logits, top)])
+    chosen = logits[np.arange(len(targets)), targets]
+    return np.log(total) + top.astype(np.float64) - chosen.astype(np.float64)
+
+
+def perplexity(
+    session: Session,
+    text: str | Sequence[int],
+    n_ctx: int | None = None,
+    n_chunks: int = -1,
+    on_chunk: Callable[[int, int, Perplexity], None] | None = None,
+) -> Perplexity:
+    """Perplexity of ``text`` (or token ids) in chunks of ``n_ctx`` tokens, the session's context by default; resets the session.
+
+    ``on_chunk(done, total, so_far)`` is called after each chunk. RuntimeRefusal if the text is shorter than two chunks, as llama.cpp does.
+    """
+    size = session.n_ctx if n_ctx is None else n_ctx
+    if not 4 <= size <= session.cells.size:
+        raise RuntimeRefusal(f"perplexity: chunks of {size} tokens do not fit; give an n_ctx from 4 to {session.cells.size}")
+    given = isinstance(text, str)
+    tokens = np.asarray(session.tokenize(text) if isinstance(text, str) else text, np.int64)
+    available = len(tokens) // size
+    if len(tokens) < 2 * size:
+        raise RuntimeRefusal(f"perplexity: the text has {len(tokens)} tokens; give at least {2 * size} (two chunks), or a smaller n_ctx")
+    total = available if n_chunks < 0 else min(n_chunks, available)
+    bos = session.tokenizer.bos if given and session.tokenizer.add_bos else None
+    scores: list[np.ndarray] = []
+    first = size // 2
+    result = Perplexity(math.nan, math.nan, 0, 0)
+    for chunk in range(total):
+        targets = tokens[chunk * size : (chunk + 1) * size]
+        inputs = targets.copy()
+        if bos is not None:
+            inputs[0] = bos
+        session.reset()
+        for at in range(0, first, session.n_batch):
+            session.decode(inputs[at : min(first, at + session.n_batch)], logits="none")
+        # Rows are scored as they come: the logits of a whole half chunk of a large vocabulary need not exist at once.
+        for at in range(first, size - 1, session.n_ubatch):
+            stop = min(size - 1, at + session.n_ubatch)
+            scores.append(nll(session.decode(inputs[at:stop], logits="all"), targets[at + 1 : stop + 1]))
+        result = _summary(np.concatenate(scores), chunk + 1)
+        if on_chunk is not None:
+            on_chunk(chunk + 1, total, result)
+    session.reset()
+    return result
+
+
+def _summary(scores: np.ndarray, n_chunks: int) -> Perplexity:
+    mean = float(scores.mean())
+    value = math.exp(mean) if mean < 700 else math.inf
+    spread = float(scores.std(ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+    return Perplexity(value, value * spread, len(scores), n_chunks)

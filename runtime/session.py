@@ -1,0 +1,414 @@
+"""A session: an artifact with memory, sequences and a tokenizer.
+
+    with Session("model.ggufc") as s:
+        for piece in s.generate("Why is the sky blue?", n_predict=64):
+            print(piece, end="", flush=True)
+
+``decode`` is the primitive: it evaluates tokens and returns logits; everything it can refuse is refused before a cell changes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import kshift
+from .artifact import Artifact
+from .batch import Batch, make_batch, sizes, visibility
+from .errors import RuntimeRefusal
+from .executor import CACHE_PAD, Executor, pad
+from .kvcells import KVCells
+from .sampling import SamplingOptions
+from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from .generation import Generation
+    from .tokenizer import Tokenizer
+
+DEFAULT_N_CTX = 4096
+_TOKEN_PROGRAM, _EMBD_PROGRAM = "eval", "eval_embd"
+
+
+class Session:
+    """Evaluates tokens of up to ``n_seq_max`` sequences in a shared cache of ``n_ctx`` cells (rounded up to a multiple of 256).
+
+    ``n_ctx`` None takes the smaller of 4096 and the model's own length, 0 the model's own. ``n_batch`` is clamped to ``n_ctx`` and raised
+    to at least 16; ``n_ubatch`` is at most ``n_batch``. ``graph_reuse`` off binds the graph anew for every micro-batch (same results, for
+    tests and bug reports). ``seed`` is the default of ``generate``. ``causal`` may be switched while running: off, a token sees its
+    sequence's later tokens too.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact | str | os.PathLike[str],
+        n_ctx: int | None = None,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_seq_max: int = 1,
+        seed: int | None = None,
+        graph_reuse: bool = True,
+        expect_digest: str | None = None,
+        profile: bool = False,
+    ) -> None:
+        for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
+            if value is not None and not (low <= value <= 1 << 24):
+                raise RuntimeRefusal(f"{name} is {value}; give a number from {low} to {1 << 24}")
+        self._owns_artifact = not isinstance(artifact, Artifact)
+        self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact, expect_digest)
+        manifest = self.artifact.manifest
+        train = manifest.n_ctx_train or DEFAULT_N_CTX
+        self.n_ctx = min(DEFAULT_N_CTX, train) if n_ctx is None else (n_ctx or train)
+        self.n_batch = max(16, min(n_batch, self.n_ctx))
+        self.n_ubatch = min(n_ubatch, self.n_batch)
+        self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
+        self.causal = True
+        self.graph_reuse = graph_reuse
+        self.stats = Statistics()
+        try:
+            first = (
+                _TOKEN_PROGRAM if _TOKEN_PROGRAM in self.artifact.program_names else (self.artifact.program_names or [_TOKEN_PROGRAM])[0]
+            )
+            self._executor = Executor(self.artifact, first, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
+        except BaseException:
+            if self._owns_artifact:
+                self.artifact.close()
+            raise
+        self._executors = {first: self._executor}
+        self.cells = KVCells(pad(self.n_ctx), n_seq_max, CACHE_PAD)
+        self._history: dict[int, list[int]] = {}
+        self._closed = False
+
+    # Text
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, built on first use; RuntimeRefusal if the file has none."""
+        from .tokenizer import load_tokenizer
+
+        return load_tokenizer(self.artifact.metadata)
+
+    def tokenize(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
+        """Token ids of ``text``; ``special`` reads control tokens in it, ``bos`` None follows the model."""
+        return self.tokenizer.encode(text, special, bos)
+
+    def detokenize(self, tokens: Iterable[int], special: bool = True) -> str:
+        return self.tokenizer.decode(tokens, special)
+
+    def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], template: str | None = None, add_generation_prompt: bool = True, **extra: Any
+    ) -> str:
+        """The conversation as the model's chat template writes it; tokenize the result with ``bos`` off where it begins with the BOS
+        text.
+        """
+        from . import chat
+
+        texts = self.tokenizer.vocab.texts
+        bos, eos = (texts[i] if i is not None else "" for i in (self.tokenizer.bos, self.tokenizer.eos))
+        source = chat.template_of(self.artifact.metadata) if template is None else template
+        return chat.render(source, messages, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt, **extra)
+
+    def chat_tokens(self, messages: Sequence[dict[str, Any]], template: str | None = None, **extra: Any) -> list[int]:
+        """Token ids of ``chat_prompt``, with exactly one BOS where the model or the template wants one."""
+        text = self.chat_prompt(messages, template, **extra)
+        bos = self.tokenizer.bos
+        written = bos is not None and text.startswith(self.tokenizer.vocab.texts[bos])
+        return self.tokenize(text, bos=False if written else self.tokenizer.add_bos)
+
+    # Evaluation
+
+    def decode(
+        self,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        pos: Sequence[int] | np.ndarray | None = None,
+        seq: int | Sequence[int] | Sequence[Sequence[int]] = 0,
+        logits: str | Sequence[int] | np.ndarray = "last",
+        *,
+        embd: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Evaluate tokens (or embeddings f32 [n, n_embd]) and return f32 logits [rows, n_vocab] in the order of the batch.
+
+        ``pos`` None continues each sequence; ``seq`` is one id, one per token, or several per token; ``logits`` names the rows: ``last``,
+        ``all``, ``none`` or indices. A refusal with ``soft`` set means the cache had no room (or a pending shift is impossible) and that
+        nothing was changed.
+        """
+        out: list[np.ndarray] = []
+        self._decode(tokens, pos, seq, logits, embd, lambda rows: out.append(rows.copy()))
+        if len(out) == 1:
+            return out[0]
+        return np.concatenate(out) if out else np.empty((0, self.n_vocab), np.float32)
+
+    def decode_view(self, tokens: Sequence[int], seq: int = 0) -> np.ndarray:
+        """Logits f32 [n_vocab] of the last token, as a view that the next evaluation overwrites."""
+        out: list[np.ndarray] = []
+        self._decode(tokens, None, seq, "last", None, out.append)
+        return out[0][0]
+
+    def eval(self, text: str | Sequence[int], seq: int = 0) -> np.ndarray:
+        """Continue ``seq`` with text or tokens; logits f32 [n_vocab] of the last one."""
+        tokens = self._tokens_of(text, seq)
+        return self.decode(tokens, None, seq)[0]
+
+    def _tokens_of(self, text: str | Sequence[int] | np.ndarray, seq: int) -> list[int]:
+        if not isinstance(text, str):
+            return [int(t) for t in text]
+        tokens = self.tokenize(text, bos=None if self.cells.pos_max(seq) < 0 else False)
+        if not tokens:
+            raise RuntimeRefusal("the prompt is empty and the model adds no BOS token; give some text")
+        return tokens
+
+    def _decode(self, tokens: Any, pos: Any, seq: Any, logits: Any, embd: np.ndarray | None, take: Callable[[np.ndarray], None]) -> None:
+        if self._closed:
+            raise RuntimeRefusal("this session is closed; open a new one")
+        began = time.perf_counter()
+        cells = self.cells
+        batch = make_batch(cells, tokens, pos, seq, logits, self.n_vocab, embd, self.artifact.manifest.n_embd)
+        executor = self._executor_for(_TOKEN_PROGRAM if embd is None else _EMBD_PROGRAM)
+        counts = sizes(len(batch), self.n_ubatch)
+        if not self.causal and len(counts) > 1:
+            raise RuntimeRefusal(f"{len(batch)} tokens that see each other must fit in one micro-batch; raise n_ubatch ({self.n_ubatch})")
+        starts = cells.plan(counts)
+        if starts is None:
+            raise RuntimeRefusal(
+                f"no room for {len(batch)} tokens: {cells.used} of {cells.size} cells are in use; free some (seq_rm), or use a larger "
+                "n_ctx or a smaller batch",
+                soft=True,
+            )
+        if cells.needs_shift:
+            kshift.apply(cells, executor.caches, _Tensors(self.artifact))
+        at = 0
+        for start, n in zip(starts, counts):
+            part = batch.part(at, at + n)
+            cells.insert(start, part.pos, part.seqs)
+            self._evaluate(executor, part, start, take)
+            at += n
+        self._remember(batch)
+        self.stats.count(len(batch), time.perf_counter() - began)
+
+    def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
+        """Fill the inputs for one inserted micro-batch, run it, hand over the wanted rows."""
+        n, wanted = len(part), len(part.wanted)
+        seen = visibility(self.cells, part, self.causal)
+        for name, spec in executor.input_specs.items():
+            buffer = executor.inputs[name]
+            kind = spec.kind
+            if kind == "tokens":
+                buffer[:n] = part.tokens
+            elif kind == "positions":
+                buffer[:n] = part.pos
+            elif kind == "out_ids":
+                buffer[:wanted] = part.wanted
+            elif kind == "kv_slots":
+                buffer[:n] = np.arange(start, start + n, dtype=np.int32)
+            elif kind == "kv_cells":
+                buffer[: len(seen.cells)] = seen.cells
+            elif kind == "visible":
+                buffer[: 3 * n].reshape(n, 3)[:] = seen.rows(spec.window)
+            elif kind == "embd":
+                buffer[: part.embd.size] = part.embd.reshape(-1)  # type: ignore[union-attr]
+            else:
+                raise RuntimeRefusal(
+                    f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
+                )
+        self.stats.count_graph(executor.program, self.graph_reuse)
+        if not self.graph_reuse:
+            executor.rebind()
+        executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start)
+        if wanted:
+            outputs = executor.program.outputs
+            take(executor.output("logits" if "logits" in outputs else next(iter(outputs))).reshape(wanted, -1))
+
+    def _executor_for(self, program: str) -> Executor:
+        found = self._executors.get(program)
+        if found is None:
+            if program not in self.artifact.program_names:
+                wants = "embeddings" if program == _EMBD_PROGRAM else "token ids"
+                raise RuntimeRefusal(
+                    f"this artifact has no program {program!r}, so it does not take {wants} as input; compile the model with it"
+                )
+            found = self._executors[program] = Executor(self.artifact, program, share=self._executor)
+        return found
+
+    # Token history, for reusing a common prompt prefix
+
+    def _remember(self, batch: Batch) -> None:
+        """Follow which token stands at which position, as long as a sequence grows by consecutive tokens from 0."""
+        first = batch.first_seqs()
+        if batch.tokens is None or not isinstance(batch.seqs, np.ndarray) or not (first == first[0]).all():
+            for seq in np.unique(first).tolist() if isinstance(batch.seqs, np.ndarray) else range(self.n_seq_max):
+                self._history.pop(seq, None)
+            return
+        seq = int(first[0])
+        known = self._history.get(seq, [] if batch.pos[0] == 0 else None)
+        if known is not None and len(known) == batch.pos[0] and (np.diff(batch.pos) == 1).all():
+            known.extend(batch.tokens.tolist())
+            self._history[seq] = known
+        else:
+            self._history.pop(seq, None)
+
+    def keep_prefix(self, tokens: Sequence[int], seq: int = 0) -> int:
+        """Drop everything of ``seq`` after the longest prefix it shares with ``tokens`` (at least one token is left to evaluate);
+        returns its length.
+        """
+        known = self._history.get(seq, [])
+        common = 0
+        for have, want in zip(known, tokens[:-1]):
+            if have != want:
+                break
+            common += 1
+        self.seq_rm(seq, common, -1)
+        return common
+
+    # Generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        n_predict: int = 128,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        on_token: Callable[[int, str], None] | None = None,
+        *,
+        seq: int = 0,
+        reuse_prefix: bool = False,
+        ignore_eos: bool = False,
+        context_shift: bool = False,
+        n_keep: int = 0,
+    ) -> Generation:
+        """Continue a prompt. The result yields pieces of text as they come; ``.text()`` (or ``str()``) runs to the end and returns all of
+        it.
+
+        ``n_predict`` -1: until the model stops or the context is full. ``stop``: texts that end the generation and are not part of it.
+        ``reuse_prefix``: ``prompt`` is the whole conversation, evaluate only what differs from what the sequence holds.
+        ``context_shift``: when the context is full, drop half of what follows the first ``n_keep`` tokens and go on.
+        """
+        from .generation import Generation
+
+        return Generation(
+            self,
+            prompt,
+            n_predict,
+            sampling or SamplingOptions(seed=self.seed),
+            tuple(stop),
+            on_token,
+            seq,
+            reuse_prefix,
+            ignore_eos,
+            context_shift,
+            n_keep,
+        )
+
+    def shift_context(self, seq: int = 0, n_keep: int = 0) -> int:
+        """Drop half of the positions after the first ``n_keep`` and move the rest down; returns how many were dropped."""
+        low, high = self.cells.pos_min(seq) + n_keep, self.cells.pos_max(seq) + 1
+        dropped = (high - low) // 2
+        if dropped < 1:
+            raise RuntimeRefusal(
+                f"the context cannot be shifted: sequence {seq} holds nothing to drop after its first {n_keep} tokens", soft=True
+            )
+        kshift.check(self.artifact.manifest.caches)
+        self.seq_rm(seq, low, low + dropped)
+        self.seq_add(seq, low + dropped, -1, -dropped)
+        return dropped
+
+    # Sequences
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        """Remove positions [p0, p1) of a sequence (all sequences if negative); negative bounds are open."""
+        self.cells.seq_rm(seq, p0, p1)
+        for s in [*self._history] if seq < 0 else [seq]:
+            known = self._history.get(s)
+            if known is None:
+                continue
+            if p1 < 0 or p1 >= len(known):
+                del known[max(p0, 0) :]
+            else:
+                del self._history[s]
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``dst`` share positions [p0, p1) of ``src``; no data is copied."""
+        had = len(self.cells.list_of(dst)) if src != dst else 0
+        self.cells.seq_cp(src, dst, p0, p1)
+        if src != dst:
+            self._history.pop(dst, None)
+            known = self._history.get(src)
+            if known is not None and had == 0 and p0 <= 0:
+                self._history[dst] = known[: len(known) if p1 < 0 else p1]
+
+    def seq_keep(self, seq: int) -> None:
+        """Remove every other sequence."""
+        self.cells.seq_keep(seq)
+        self._history = {s: known for s, known in self._history.items() if s == seq}
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions [p0, p1) by ``delta``; stored keys are rotated before the next decode. Soft refusal if they cannot be."""
+        if delta:
+            kshift.check(self.artifact.manifest.caches)
+            self.cells.seq_add(seq, p0, p1, delta)
+            self._history.clear()  # cells may be shared, so any sequence may have moved
+
+    def seq_div(self, seq: int, p0: int, p1: int, k: int) -> None:
+        """Divide positions [p0, p1) by ``k``; as ``seq_add`` otherwise."""
+        if k != 1:
+            kshift.check(self.artifact.manifest.caches)
+            self.cells.seq_div(seq, p0, p1, k)
+            self._history.clear()
+
+    def pos_min(self, seq: int = 0) -> int:
+        """Smallest position of a sequence, -1 if empty."""
+        return self.cells.pos_min(seq)
+
+    def pos_max(self, seq: int = 0) -> int:
+        """Largest position of a sequence, -1 if empty."""
+        return self.cells.pos_max(seq)
+
+    def reset(self) -> None:
+        """Forget all sequences and zero the caches."""
+        self.cells.clear()
+        self._executor.caches.clear()
+        self._history.clear()
+
+    # Lifetime
+
+    @property
+    def n_threads(self) -> int:
+        return self._executor.n_threads
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of token programs: memory sizes and profile."""
+        return self._executor
+
+    def close(self) -> None:
+        """Stop the threads and unmap. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._executor.close()
+        if self._owns_artifact:
+            self.artifact.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Tensors(dict[str, np.ndarray]):
+    """Bytes of an artifact's tensors by name, looked up on demand."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__()
+        self._file = artifact.file
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file.tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.data(name)
