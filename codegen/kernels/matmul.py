@@ -1,0 +1,202 @@
+"""Matrix products y = W x with what follows them: bias, residual, gated activation.
+
+A tile is a static block of row groups and handles all tokens, so every weight byte is read from memory once per launch. Few tokens (decode) unpack weights in
+registers; many tokens (prefill) unpack a group once into scratch. Both compute each element by the same operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.emitter import F32, Emitter, Value
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import vmath
+from ggufc.codegen.kernels.matmul_float import FloatProduct
+from ggufc.codegen.kernels.matmul_id import MatMulId, tiles_per_token
+from ggufc.codegen.kernels.matmul_int8 import Int8Product
+from ggufc.codegen.weights import weight_format
+from ggufc.codegen.weights.base import ROWS
+from ggufc.codegen.weights.floats import FloatFormat
+
+__all__ = ["MatMul", "MatMulId", "grid", "tiles_per_token"]
+
+EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
+
+_TILE_BYTES = 48 << 10
+_MIN_TILES = 16
+_PANEL_TOKENS = 8
+"""From this many tokens on a group is unpacked to scratch first."""
+
+
+@dataclass(frozen=True)
+class MatMul:
+    """y[n, rows] = W[k, n] x[k, rows], W repacked to ``format``.
+
+    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records, or f32 rows ``ldx`` elements apart for float formats. ``y``: f32, rows
+    ``ldy`` elements apart. Epilogues after the bias: ``add`` adds ``residual`` (rows ``ldr`` apart; it may be ``y`` itself); ``silu_glu`` and ``gelu_glu`` take groups of 16 rows
+    as gate, up, gate, up ... and give n/2 rows act(gate) * up.
+    """
+
+    format: str
+    k: int
+    n: int
+    epilogue: str
+    bias: bool
+    rows: str
+
+    arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ldx", "ldy", "residual", "ldr", "bias")
+
+    def __post_init__(self) -> None:
+        weight_format(self.format).check_k(self.k)
+        if self.epilogue not in EPILOGUES:
+            raise CodegenError(f"a product cannot end with {self.epilogue!r}; known are {', '.join(EPILOGUES)}")
+        if self.is_glu and (self.n % (2 * ROWS) or self.bias):
+            raise CodegenError(f"a gated product takes a multiple of {2 * ROWS} rows without bias, not {self.n}")
+
+    @property
+    def is_glu(self) -> bool:
+        return self.epilogue.endswith("_glu")
+
+    @property
+    def unit(self) -> int:
+        """Groups that are computed together: gate and up, or one."""
+        return 2 if self.is_glu else 1
+
+    @property
+    def product(self) -> Int8Product | FloatProduct:
+        fmt = weight_format(self.format)
+        return FloatProduct(fmt, self.k) if isinstance(fmt, FloatFormat) else Int8Product(fmt, self.k)
+
+    def scratch_bytes(self, target: Target) -> int:
+        product = self.product
+        return product.panel_bytes() * self.unit if isinstance(product, Int8Product) else 0
+
+    def emit(self, e: Emitter) -> None:
+        _MatMulEmitter(self, e).emit()
+
+
+def _units(spec: MatMul) -> int:
+    return (spec.n + ROWS * spec.unit - 1) // (ROWS * spec.unit)
+
+
+def _units_per_tile(spec: MatMul) -> int:
+    size = weight_format(spec.format).group_bytes(spec.k) * spec.unit
+    return max(1, min(-(-_TILE_BYTES // size), _units(spec) // _MIN_TILES))
+
+
+def grid(spec: MatMul) -> int:
+    """Tiles of one launch."""
+    return -(-_units(spec) // _units_per_tile(spec))
+
+
+class _MatMulEmitter:
+    """State of one emission."""
+
+    def __init__(self, spec: MatMul, e: Emitter) -> None:
+        self.spec, self.e = spec, e
+        self.product = spec.product
+        self.lanes = e.target.lanes
+        self.parts = ROWS // self.lanes
+        self.w, self.x, self.y = e.arg_ptr(0), e.arg_ptr(1), e.arg_ptr(2)
+        self.ldx = e.b.mul(e.arg_int(3), e.i64(4)) if isinstance(self.product, FloatProduct) else e.i64(self.product.stride())
+        self.ldy = e.b.mul(e.arg_int(4), e.i64(4))
+        self.tokens = e.i64(int(spec.rows)) if spec.rows.isdigit() else e.param(spec.rows)
+        if spec.epilogue == "add":
+            self.residual, self.ldr = e.arg_ptr(5), e.b.mul(e.arg_int(6), e.i64(4))
+        if spec.bias:
+            self.bias = e.arg_ptr(7)
+
+    def emit(self) -> None:
+        e, b = self.e, self.e.b
+        per = _units_per_tile(self.spec)
+        first = b.mul(e.tile, e.i64(per))
+        last = e.imin(b.add(first, e.i64(per)), e.i64(_units(self.spec)))
+        size = self.product.format.group_bytes(self.spec.k)
+        with e.for_range(first, last, name="unit") as unit:
+            group = e.at(self.w, unit, size * self.spec.unit)
+            groups = [e.gep(group, size * i) for i in range(self.spec.unit)]
+            if isinstance(self.product, FloatProduct):
+                self._runs(unit, groups, self._token_block, panel=False)
+            else:
+                with e.if_else(b.icmp_signed("<", self.tokens, e.i64(_PANEL_TOKENS))) as (few, many):
+                    with few:
+                        self._runs(unit, groups, 4, panel=False)
+                    with many:
+                        self._many(unit, groups)
+        e.ret()
+
+    @property
+    def _token_block(self) -> int:
+        """Tokens at a time: 16 vector registers hold the accumulators of half as many."""
+        if isinstance(self.product, FloatProduct):
+            return 4 if self.lanes == 16 else 2
+        return 8 if self.lanes == 16 else 4
+
+    def _many(self, unit: Value, groups: list[Value]) -> None:
+        e, product = self.e, self.product
+        assert isinstance(product, Int8Product)
+        panels = [e.gep(e.scratch, product.panel_bytes() * i) for i in range(len(groups))]
+        for group, panel in zip(groups, panels):
+            product.fill_panel(e, group, panel)
+        self._runs(unit, panels, self._token_block, panel=True)
+
+    def _runs(self, unit: Value, groups: list[Value], block: int, panel: bool) -> None:
+        """All tokens in blocks of ``block``, then of half as many, down to one."""
+        e, b = self.e, self.e.b
+        done: Value = e.i64(0)
+        while block:
+            stop = b.add(done, b.and_(b.sub(self.tokens, done), e.i64(-block)))
+            for part in range(self.parts):
+                with e.for_range(done, stop, block, name=f"t{block}") as t:
+                    self._block(unit, groups, part, t, block, panel)
+            done = stop
+            block //= 2
+
+    def _block(self, unit: Value, groups: list[Value], part: int, t: Value, tokens: int, panel: bool) -> None:
+        e = self.e
+        x = e.gep(self.x, e.b.mul(t, self.ldx))
+        results = []
+        for group in groups:
+            if isinstance(self.product, FloatProduct):
+                results.append(self.product.direct(e, group, part, x, tokens, self.ldx))
+            elif panel:
+                results.append(self.product.from_panel(e, group, part, x, tokens))
+            else:
+                results.append(self.product.direct(e, group, part, x, tokens))
+        if self.spec.is_glu:
+            act = vmath.silu if self.spec.epilogue == "silu_glu" else vmath.gelu
+            values = [e.b.fmul(act(e, gate), up) for gate, up in zip(*results)]
+        else:
+            values = results[0]
+        self._store(unit, part, t, values)
+
+    def _store(self, unit: Value, part: int, t: Value, values: list[Value]) -> None:
+        """Bias, residual, and the rows that exist."""
+        e = self.e
+        n_out = self.spec.n // self.spec.unit
+        first = e.b.add(e.b.mul(unit, e.i64(4 * ROWS)), e.i64(4 * self.lanes * part))  # bytes
+        left = n_out % ROWS - self.lanes * part  # rows of this part in the last group
+        if n_out % ROWS == 0 or left >= self.lanes:
+            self._store_rows(first, t, values, self.lanes)
+            return
+        full = e.b.icmp_signed("<", unit, e.i64(n_out // ROWS))
+        with e.if_else(full) as (whole, tail):
+            with whole:
+                self._store_rows(first, t, values, self.lanes)
+            with tail:
+                if left > 0:
+                    self._store_rows(first, t, values, left)
+
+    def _store_rows(self, first: Value, t: Value, values: list[Value], count: int) -> None:
+        e, b = self.e, self.e.b
+        bias = e.load_masked(F32, self.lanes, e.gep(self.bias, first), count) if self.spec.bias else None
+        for i, v in enumerate(values):
+            token = b.add(t, e.i64(i)) if i else t
+            if bias is not None:
+                v = b.fadd(v, bias)
+            if self.spec.epilogue == "add":
+                at = e.gep(e.gep(self.residual, b.mul(token, self.ldr)), first)
+                v = b.fadd(v, e.load_masked(F32, self.lanes, at, count))
+            e.store_masked(v, e.gep(e.gep(self.y, b.mul(token, self.ldy)), first), count)

@@ -1,0 +1,42 @@
+"""Products of f32 activations and F32, F16 or BF16 weights.
+
+One output element is four partial sums over the columns k mod 4, each a chain of fused multiply-adds in ascending k, joined as (0 + 1) + (2 + 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ggufc.codegen.emitter import F32, Emitter, Value, vec
+from ggufc.codegen.weights.floats import FloatFormat
+
+CHAINS = 4
+
+
+@dataclass
+class FloatProduct:
+    """Emits the accumulation over K for one float format."""
+
+    format: FloatFormat
+    k: int
+
+    def direct(self, e: Emitter, group: Value, part: int | Value, x: Value, tokens: int, ldx: Value) -> list[Value]:
+        """Accumulators, one vector of rows per token; token ``t`` starts ``t * ldx`` bytes after ``x``."""
+        b, lanes = e.b, e.target.lanes
+        floats = vec(F32, lanes)
+        acc = [[e.var(floats, e.const(floats, 0)) for _ in range(CHAINS)] for _ in range(tokens)]
+        rows = [e.gep(x, b.mul(ldx, e.i64(t))) if t else x for t in range(tokens)]
+
+        def column(k: Value, chain: int) -> None:
+            w = self.format.column(e, group, k, part)
+            for t in range(tokens):
+                a = e.splat(e.load(F32, e.at(rows[t], k, 4)), lanes)
+                acc[t][chain].set(e.fma(w, a, acc[t][chain].get()))
+
+        whole = self.k // CHAINS * CHAINS
+        with e.for_range(0, whole, CHAINS, name="k") as k:
+            for chain in range(CHAINS):
+                column(b.add(k, e.i64(chain)), chain)
+        for chain in range(self.k - whole):
+            column(e.i64(whole + chain), chain)
+        return [b.fadd(b.fadd(a[0].get(), a[1].get()), b.fadd(a[2].get(), a[3].get())) for a in acc]
