@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
-
 from harness import build, run, runnable_targets
+
+from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
 
 EPS = 1e-5
 SPECS = [
@@ -59,7 +59,7 @@ def test_in_place_gives_the_same_bits(loaded):
 
     from ggufc.codegen.kernels.base import symbol
 
-    target, image = loaded
+    _, image = loaded
     spec = RmsNorm(83, EPS, add=True)
     rng = np.random.default_rng(2)
     x, r = rng.normal(size=(2, 83)).astype(np.float32)

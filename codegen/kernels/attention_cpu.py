@@ -1,0 +1,461 @@
+"""Attention over the cell list of a cache, with online softmax, for CPUs.
+
+One tile of work is a block of tokens and one KV head. The list of a token's cells is walked in steps of 16 entries counted from
+entry 0. For each step the K rows are converted to f32 and transposed, the V rows converted, once for all query heads of the KV head
+and all tokens of the block that share the list. Per row (token, query head) and step:
+
+    s_j = sum_i q_i K_ij                 one fused chain over i ascending; lanes hold the 16 entries j
+    m'  = max(m, max s); acc, l *= e^(m - m') if m' > m
+    p_j = e^(s_j - m'); l_j += p_j       l keeps 16 partial sums, added by halving at the end
+    acc += p_j V_j                       one fused chain over j ascending; lanes hold the value's elements
+
+Entries a token does not see get p = 0 and take no part in the chains of acc, so a result depends on the token's visible entries and
+their places in the list alone: not on other tokens, on cells, on the grouping of rows (which only interleaves independent chains) or
+on the size of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llvmlite import ir
+
+from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.emitter import F32, I32, I64, PTR, Emitter, Value, Var, vec
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import cache, vmath
+
+TOKEN_BLOCK = 16
+"""Tokens per tile of work: ``FlashAttn`` runs over ``n_head_kv * ceil(T / TOKEN_BLOCK)`` tiles."""
+
+STEP = 16
+"""Entries of the cell list per softmax step."""
+
+_LOWEST = -3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class FlashAttn:
+    """out f32[dv * n_head, T] = softmax(softcap(scale * q K^T)) V over each token's visible cells; zeros for a token that sees none.
+
+    ``q`` f32[d * n_head, T] (leading dimension ``ldq``); ``k``, ``v`` caches with rows of ``d * n_head_kv`` and ``dv * n_head_kv`` values
+    of ``type_k``, ``type_v``; ``cells`` i32[R]; ``visible`` i32[3, T]: (base, lo, hi), the token sees ``cells[base + lo : base + hi]``.
+    Query head h reads KV head h / (n_head / n_head_kv). The KV head is the tile's fastest index.
+    """
+
+    d: int
+    dv: int
+    n_head: int
+    n_head_kv: int
+    type_k: str
+    type_v: str
+    scale: float
+    softcap: float = 0.0
+    arg_names: ClassVar[tuple[str, ...]] = ("q", "ldq", "k", "v", "cells", "visible", "out", "ldo")
+
+    def __post_init__(self) -> None:
+        cache.check_storage(self.type_k, self.d, "attention: head of the K cache")
+        cache.check_storage(self.type_v, self.dv, "attention: head of the V cache")
+        if self.n_head % self.n_head_kv:
+            raise CodegenError(f"attention: {self.n_head} query heads are not a multiple of {self.n_head_kv} KV heads")
+
+    def emit(self, e: Emitter) -> None:
+        _Attention(self, e).emit()
+
+    def scratch_bytes(self, target: Target) -> int:
+        return _Scratch(self).size
+
+
+class _Scratch:
+    """Byte offsets of the thread's working memory."""
+
+    def __init__(self, spec: FlashAttn) -> None:
+        self.group = spec.n_head // spec.n_head_kv
+        self.rows = self.group * TOKEN_BLOCK
+        self.steps = 4 if spec.d <= 128 else 2
+        """Steps converted and scored together."""
+        self.padded = -(-spec.dv // 16) * 16
+        self.size = 0
+        self.k_rows = self._take(8 * STEP)
+        self.v_rows = self._take(8 * STEP)
+        self.k = self._take(4 * STEP * spec.d * self.steps)
+        self.v = self._take(4 * STEP * self.padded * self.steps)
+        self.q = self._take(4 * spec.d * self.rows)
+        self.acc = self._take(4 * self.padded * self.rows)
+        self.sums = self._take(4 * STEP * self.rows)
+        self.p = self._take(4 * STEP * self.rows * self.steps)
+        self.tops = self._take(4 * self.rows)
+        self.bounds = self._take(8 * self.rows)
+
+    def _take(self, size: int) -> int:
+        at = self.size
+        self.size += -(-size // 64) * 64
+        return at
+
+
+class _Attention:
+    def __init__(self, spec: FlashAttn, e: Emitter) -> None:
+        self.spec, self.e, self.s = spec, e, _Scratch(spec)
+        self.lanes = e.target.lanes
+        self.width = STEP // self.lanes  # vectors per step
+        self.registers = 16 if self.lanes == 16 else 8  # accumulators that fit beside the operands
+        b = e.b
+        self.g = b.urem(e.tile, e.i64(spec.n_head_kv))
+        self.first = b.mul(b.udiv(e.tile, e.i64(spec.n_head_kv)), e.i64(TOKEN_BLOCK))
+        self.q, self.ldq, self.k, self.v = e.arg_ptr(0), e.arg_int(1), e.arg_ptr(2), e.arg_ptr(3)
+        self.cells, self.visible, self.out, self.ldo = e.arg_ptr(4), e.arg_ptr(5), e.arg_ptr(6), e.arg_int(7)
+        self.k_head = b.mul(self.g, e.i64(cache.row_bytes(spec.type_k, spec.d)))
+        self.v_head = b.mul(self.g, e.i64(cache.row_bytes(spec.type_v, spec.dv)))
+
+    def at(self, region: int, index: Value | int = 0, size: int = 0) -> Value:
+        return self.e.at(self.e.gep(self.e.scratch, region), index, size)
+
+    def triple(self, t: Value, part: int) -> Value:
+        e = self.e
+        return e.sext64(e.load(I32, e.gep(e.at(self.visible, t, 12), 4 * part)))
+
+    # -- the walk ----------------------------------------------------------------------------------------------------
+
+    def emit(self) -> None:
+        """Split the block into runs of tokens with the same list, and attend each run together."""
+        e, b = self.e, self.e.b
+        last = e.imin(b.add(self.first, e.i64(TOKEN_BLOCK)), e.param("T"))
+        start = e.var(I64, self.first)
+        with e.while_loop("run") as runs:
+            runs.break_if(b.icmp_signed(">=", start.get(), last))
+            begin = start.get()
+            base = self.triple(begin, 0)
+            end = e.var(I64, b.add(begin, e.i64(1)))
+            with e.while_loop("extend") as extend:
+                extend.break_if(b.icmp_signed(">=", end.get(), last))
+                extend.break_if(b.icmp_signed("!=", self.triple(end.get(), 0), base))
+                end.set(b.add(end.get(), e.i64(1)))
+            self.run(begin, end.get(), base)
+            start.set(end.get())
+        e.ret()
+
+    def run(self, begin: Value, end: Value, base: Value) -> None:
+        e, b, s = self.e, self.e.b, self.s
+        huge = 1 << 40
+        low, high = e.var(I64, e.i64(huge)), e.var(I64, e.i64(0))  # entries any token sees
+        all_low, all_high = e.var(I64, e.i64(0)), e.var(I64, e.i64(huge))  # entries all tokens see
+        with e.for_range(begin, end, name="token") as t:
+            lo, hi = self.triple(t, 1), self.triple(t, 2)
+            with e.if_(b.icmp_signed("<", lo, hi)):
+                low.set(e.imin(low.get(), lo))
+                high.set(e.imax(high.get(), hi))
+            all_low.set(e.imax(all_low.get(), lo))
+            all_high.set(e.imin(all_high.get(), hi))
+            with e.for_range(0, s.group, name="head") as h:
+                self.start_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h), lo, hi)
+        rows = b.mul(b.sub(end, begin), e.i64(s.group))
+        cells = e.at(self.cells, base, 4)
+        low_v, high_v, all_low_v, all_high_v = low.get(), high.get(), all_low.get(), all_high.get()
+        first_step = b.ashr(low_v, e.i64(4))
+        stop = b.ashr(b.add(high_v, e.i64(STEP - 1)), e.i64(4))
+        with e.for_range(first_step, stop, s.steps, name="steps") as step:
+            count = e.imin(e.i64(s.steps), b.sub(stop, step))
+            with e.for_range(0, count, name="convert") as i:
+                entry = b.shl(b.add(step, i), e.i64(4))
+                self.find_rows(cells, entry, low_v, b.sub(high_v, e.i64(1)))
+                self.convert_k(self.at(s.k, i, 4 * STEP * self.spec.d))
+                self.convert_v(self.at(s.v, i, 4 * STEP * s.padded))
+            self.scores(rows, count)
+            with e.for_range(0, count, name="step") as i:
+                entry = b.shl(b.add(step, i), e.i64(4))
+                p = self.at(s.p, i, 4 * STEP * s.rows)
+                v = self.at(s.v, i, 4 * STEP * s.padded)
+                with e.for_range(0, rows, name="row") as r:
+                    self.soften(p, entry, r)
+                whole = b.and_(
+                    b.icmp_signed(">=", entry, all_low_v), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), all_high_v)
+                )
+                with e.if_else(whole) as (all_visible, partly):
+                    with all_visible:
+                        self.for_groups(rows, self.value_groups(), lambda r, n, p=p, v=v: self.add_values(p, v, r, n))
+                    with partly, e.for_range(0, rows, name="row") as r:
+                        self.add_visible_values(p, v, entry, r)
+        with e.for_range(begin, end, name="token") as t, e.for_range(0, s.group, name="head") as h:
+            self.finish_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h))
+
+    def for_groups(self, rows: Value, sizes: list[int], body: Callable[[Value, int], None]) -> None:
+        """``body(row, n)`` over all rows in groups of the static ``sizes``, largest first; the last size is 1."""
+        e, b = self.e, self.e.b
+        row = e.var(I64, e.i64(0))
+        for n in sizes:
+            with e.while_loop(f"rows{n}") as loop:
+                r = row.get()
+                loop.break_if(b.icmp_signed(">", b.add(r, e.i64(n)), rows))
+                body(r, n)
+                row.set(b.add(r, e.i64(n)))
+
+    # -- one row -----------------------------------------------------------------------------------------------------
+
+    def start_row(self, t: Value, h: Value, r: Value, lo: Value, hi: Value) -> None:
+        e, b, s, spec = self.e, self.e.b, self.s, self.spec
+        n = self.lanes
+        head = b.add(b.mul(self.g, e.i64(s.group)), h)
+        source = e.at(self.q, b.add(b.mul(t, self.ldq), b.mul(head, e.i64(spec.d))), 4)
+        target = self.at(s.q, r, 4 * spec.d)
+        scale = e.const(vec(F32, n), spec.scale)
+        with e.for_range(0, spec.d - spec.d % n, n) as i:
+            e.store(b.fmul(e.load(vec(F32, n), e.at(source, i, 4)), scale), e.at(target, i, 4))
+        if spec.d % n:
+            done = 4 * (spec.d - spec.d % n)
+            e.store_masked(b.fmul(e.load_masked(F32, n, e.gep(source, done), spec.d % n), scale), e.gep(target, done), spec.d % n)
+        self.fill(self.at(s.acc, r, 4 * s.padded), s.padded)
+        self.fill(self.at(s.sums, r, 4 * STEP), STEP)
+        e.store(e.f32(_LOWEST), self.at(s.tops, r, 4))
+        bounds = self.at(s.bounds, r, 8)
+        e.store(b.trunc(lo, I32), bounds)
+        e.store(b.trunc(hi, I32), e.gep(bounds, 4))
+
+    def fill(self, p: Value, n: int) -> None:
+        with self.e.for_range(0, n, self.lanes) as i:
+            self.e.store(self.e.const(vec(F32, self.lanes), 0.0), self.e.at(p, i, 4))
+
+    def rescale(self, p: Value, n: int, factor: Value) -> None:
+        e = self.e
+        with e.for_range(0, n, self.lanes) as i:
+            at = e.at(p, i, 4)
+            e.store(e.b.fmul(e.load(vec(F32, self.lanes), at), factor), at)
+
+    def finish_row(self, t: Value, h: Value, r: Value) -> None:
+        e, b, s, spec, n = self.e, self.e.b, self.s, self.spec, self.lanes
+        parts = [e.load(vec(F32, n), e.gep(self.at(s.sums, r, 4 * STEP), 4 * n * w)) for w in range(self.width)]
+        while len(parts) > 1:
+            parts = [b.fadd(x, y) for x, y in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :])]
+        total = e.reduce(parts[0], "add")
+        unseen = b.fcmp_ordered("==", total, e.f32(0.0))
+        factor = e.splat(b.select(unseen, e.f32(0.0), b.fdiv(e.f32(1.0), total)), n)
+        head = b.add(b.mul(self.g, e.i64(s.group)), h)
+        source = self.at(s.acc, r, 4 * s.padded)
+        target = e.at(self.out, b.add(b.mul(t, self.ldo), b.mul(head, e.i64(spec.dv))), 4)
+        with e.for_range(0, spec.dv - spec.dv % n, n) as i:
+            e.store(b.fmul(e.load(vec(F32, n), e.at(source, i, 4)), factor), e.at(target, i, 4))
+        if spec.dv % n:
+            done = 4 * (spec.dv - spec.dv % n)
+            e.store_masked(b.fmul(e.load(vec(F32, n), e.gep(source, done)), factor), e.gep(target, done), spec.dv % n)
+
+    def soften(self, p: Value, entry: Value, r: Value) -> None:
+        """Scores of row ``r`` for one step to probabilities relative to the running maximum."""
+        e, b, s, n = self.e, self.e.b, self.s, self.lanes
+        ty = vec(F32, n)
+        row = e.at(p, r, 4 * STEP)
+        bounds = self.at(s.bounds, r, 8)
+        lo, hi = (e.splat(e.load(I32, e.gep(bounds, 4 * i)), n) for i in range(2))
+        index = e.splat(b.trunc(entry, I32), n)
+        scores = []
+        for w in range(self.width):
+            v = e.load(ty, e.gep(row, 4 * n * w))
+            if self.spec.softcap:
+                cap = e.const(ty, self.spec.softcap)
+                v = b.fmul(vmath.tanh(e, b.fmul(v, e.const(ty, 1 / self.spec.softcap))), cap)
+            lanes = b.add(index, e.const_vec(I32, range(n * w, n * w + n)))
+            seen = b.and_(b.icmp_signed(">=", lanes, lo), b.icmp_signed("<", lanes, hi))
+            scores.append(b.select(seen, v, e.const(ty, float("-inf"))))
+        most = scores[0]
+        for v in scores[1:]:
+            most = e.fmax(most, v)
+        top = self.at(s.tops, r, 4)
+        old = e.load(F32, top)
+        bits = ir.IntType(n)
+        higher = b.bitcast(b.fcmp_ordered(">", most, e.splat(old, n)), bits)
+        with e.if_(b.icmp_unsigned("!=", higher, bits(0)), likely=False):
+            new = e.reduce(most, "max")
+            e.store(new, top)
+            factor = e.splat(vmath.exp_nonpositive(e, b.fsub(old, new)), n)
+            self.rescale(self.at(s.acc, r, 4 * s.padded), s.padded, factor)
+            self.rescale(self.at(s.sums, r, 4 * STEP), STEP, factor)
+        reference = e.splat(e.load(F32, top), n)
+        sums = self.at(s.sums, r, 4 * STEP)
+        for w, v in enumerate(scores):
+            probability = vmath.exp_nonpositive(e, b.fsub(v, reference))
+            e.store(probability, e.gep(row, 4 * n * w))
+            at = e.gep(sums, 4 * n * w)
+            e.store(b.fadd(e.load(vec(F32, n), at), probability), at)
+
+    # -- cache rows --------------------------------------------------------------------------------------------------
+
+    def find_rows(self, cells: Value, entry: Value, low: Value, last: Value) -> None:
+        """Addresses of the step's 16 K and V heads; entries that no token sees stand for the nearest one seen. Prefetches ahead."""
+        e, b, s, spec = self.e, self.e.b, self.s, self.spec
+        k_row, v_row = (cache.row_bytes(t, n * spec.n_head_kv) for t, n in ((spec.type_k, spec.d), (spec.type_v, spec.dv)))
+        k_base, v_base = e.gep(self.k, self.k_head), e.gep(self.v, self.v_head)
+
+        def cell(index: Value) -> Value:
+            return e.sext64(e.load(I32, e.at(cells, e.imax(e.imin(index, last), low), 4)))
+
+        with e.for_range(0, STEP, name="entry") as j:
+            here = cell(b.add(entry, j))
+            e.store(e.at(k_base, here, k_row), self.at(s.k_rows, j, 8))
+            e.store(e.at(v_base, here, v_row), self.at(s.v_rows, j, 8))
+            ahead = cell(b.add(b.add(entry, j), e.i64(STEP * s.steps)))
+            for start, row, size in (
+                (k_base, k_row, cache.row_bytes(spec.type_k, spec.d)),
+                (v_base, v_row, cache.row_bytes(spec.type_v, spec.dv)),
+            ):
+                for line in range(0, size, 64):
+                    e.prefetch(e.gep(e.at(start, ahead, row), line), 3)
+
+    def load_chunk(self, dtype: str, row: Value, i: Value, count: int) -> Value:
+        """``lanes`` f32 starting with element ``i`` of the head at ``row``; lanes past ``count`` are zero."""
+        e, b, n = self.e, self.e.b, self.lanes
+        if dtype == "q8_0":
+            block = e.at(row, b.udiv(i, e.i64(cache.Q8_0_VALUES)), cache.Q8_0_BYTES)
+            return cache.load_q8_0(e, n, block, b.urem(i, e.i64(cache.Q8_0_VALUES)), cache.q8_0_scale(e, block))
+        return cache.load_f32(e, dtype, n, e.at(row, i, cache.SIZES[dtype]), count)
+
+    def chunks(self, n: int) -> Iterator[tuple[Value, int]]:
+        """(index, count) over 0..n-1 in vectors, as a loop and a static tail."""
+        e, lanes = self.e, self.lanes
+        if n >= lanes:
+            with e.for_range(0, n - n % lanes, lanes, name="chunk") as i:
+                yield i, lanes
+        if n % lanes:
+            yield e.i64(n - n % lanes), n % lanes
+
+    def convert_k(self, target: Value) -> None:
+        """K rows to f32[STEP, d]: element i of all entries side by side."""
+        e, n, spec = self.e, self.lanes, self.spec
+        for i, count in self.chunks(spec.d):
+            for part in range(0, STEP, n):
+                rows = [e.load(PTR, self.at(self.s.k_rows, part + j, 8)) for j in range(n)]
+                columns = transpose(e, [self.load_chunk(spec.type_k, row, i, count) for row in rows])
+                for c in range(count):
+                    e.store(columns[c], e.gep(e.at(target, i, 4 * STEP), 4 * (STEP * c + part)))
+
+    def convert_v(self, target: Value) -> None:
+        """V rows to f32[padded, STEP]."""
+        e, spec, s = self.e, self.spec, self.s
+        with e.for_range(0, STEP, name="entry") as j:
+            row = e.load(PTR, self.at(s.v_rows, j, 8))
+            to = e.at(target, j, 4 * s.padded)
+            for i, count in self.chunks(spec.dv):
+                e.store(self.load_chunk(spec.type_v, row, i, count), e.at(to, i, 4))
+
+    # -- products ----------------------------------------------------------------------------------------------------
+
+    def scores(self, rows: Value, count: Value) -> None:
+        """Scores of all rows for ``count`` steps."""
+        most = self.registers // self.width
+        sizes = sorted({min(8, most), max(1, most // 2), min(self.s.group, most, 8), 1}, reverse=True)
+        self.for_groups(rows, sizes, lambda r, n: self.score_group(r, n, count))
+
+    def score_group(self, r: Value, n_rows: int, count: Value) -> None:
+        e, s, spec, n = self.e, self.s, self.spec, self.lanes
+        together = max(1, min(s.steps, self.registers // (n_rows * self.width)))
+        while s.steps % together:
+            together -= 1
+        ty = vec(F32, n)
+        q = self.at(s.q, r, 4 * spec.d)
+        with e.for_range(0, count, together, name="score") as step:
+            k = self.at(s.k, step, 4 * STEP * spec.d)
+            acc = [[[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(together)] for _ in range(n_rows)]
+
+            def element(i: Value, k: Value = k, acc: list[list[list[Var]]] = acc) -> None:
+                column = e.at(k, i, 4 * STEP)
+                keys = [
+                    [e.load(ty, e.gep(column, 4 * (STEP * spec.d * m + n * w))) for w in range(self.width)] for m in range(together)
+                ]
+                for row in range(n_rows):
+                    factor = e.splat(e.load(F32, e.gep(e.at(q, i, 4), 4 * spec.d * row)), n)
+                    for m in range(together):
+                        for w in range(self.width):
+                            cell = acc[row][m][w]
+                            cell.set(e.fma(factor, keys[m][w], cell.get()))
+
+            unroll = next(u for u in (4, 2, 1) if spec.d % u == 0)
+            with e.for_range(0, spec.d, unroll, name="i") as i:
+                for u in range(unroll):
+                    element(e.b.add(i, e.i64(u)))
+            for row in range(n_rows):
+                for m in range(together):
+                    target = self.at(s.p, e.b.add(e.b.mul(e.b.add(step, e.i64(m)), e.i64(s.rows)), e.b.add(r, e.i64(row))), 4 * STEP)
+                    for w in range(self.width):
+                        e.store(acc[row][m][w].get(), e.gep(target, 4 * n * w))
+
+    def value_groups(self) -> list[int]:
+        most = self.registers // 4
+        return sorted({most, min(self.s.group, most), 1}, reverse=True)
+
+    def value_columns(self, body: Callable[[Value, int], None]) -> None:
+        """``body(element, vectors)`` over the value's elements, four vectors at a time."""
+        e, n = self.e, self.lanes
+        vectors = -(-self.spec.dv // n)
+        whole = vectors - vectors % 4
+        if whole:
+            with e.for_range(0, whole * n, 4 * n, name="column") as i:
+                body(i, 4)
+        if vectors % 4:
+            body(e.i64(whole * n), vectors % 4)
+
+    def add_values(self, p: Value, v: Value, r: Value, n_rows: int) -> None:
+        """acc += p V for ``n_rows`` rows that see the whole step."""
+        e, s, n = self.e, self.s, self.lanes
+        ty = vec(F32, n)
+
+        def columns(i: Value, vectors: int) -> None:
+            rows = [e.at(self.at(s.acc, e.b.add(r, e.i64(row)), 4 * s.padded), i, 4) for row in range(n_rows)]
+            acc = [[e.load(ty, e.gep(row, 4 * n * c)) for c in range(vectors)] for row in rows]
+            values = e.at(v, i, 4)
+            for j in range(STEP):
+                column = [e.load(ty, e.gep(values, 4 * (s.padded * j + n * c))) for c in range(vectors)]
+                for row in range(n_rows):
+                    factor = e.splat(e.load(F32, e.gep(e.at(p, r, 4 * STEP), 4 * (STEP * row + j))), n)
+                    acc[row] = [e.fma(factor, column[c], acc[row][c]) for c in range(vectors)]
+            for row, at in enumerate(rows):
+                for c in range(vectors):
+                    e.store(acc[row][c], e.gep(at, 4 * n * c))
+
+        self.value_columns(columns)
+
+    def add_visible_values(self, p: Value, v: Value, entry: Value, r: Value) -> None:
+        """acc += p V over the entries of the step that row ``r`` sees."""
+        e, b, s, n = self.e, self.e.b, self.s, self.lanes
+        ty = vec(F32, n)
+        bounds = self.at(s.bounds, r, 8)
+        lo, hi = (b.sub(e.sext64(e.load(I32, e.gep(bounds, 4 * i))), entry) for i in range(2))
+        begin, end = e.imax(lo, e.i64(0)), e.imin(hi, e.i64(STEP))
+        row_p = e.at(p, r, 4 * STEP)
+
+        def columns(i: Value, vectors: int) -> None:
+            at = e.at(self.at(s.acc, r, 4 * s.padded), i, 4)
+            acc = [e.var(ty, e.load(ty, e.gep(at, 4 * n * c))) for c in range(vectors)]
+            with e.for_range(begin, end, name="entry") as j:
+                factor = e.splat(e.load(F32, e.at(row_p, j, 4)), n)
+                values = e.at(e.at(v, j, 4 * s.padded), i, 4)
+                for c, cell in enumerate(acc):
+                    cell.set(e.fma(factor, e.load(ty, e.gep(values, 4 * n * c)), cell.get()))
+            for c, cell in enumerate(acc):
+                e.store(cell.get(), e.gep(at, 4 * n * c))
+
+        self.value_columns(columns)
+
+
+def transpose(e: Emitter, rows: list[Value]) -> list[Value]:
+    """Columns of a square block of f32 vectors (4, 8 or 16)."""
+    n = len(rows)
+
+    def quads(offsets: list[int]) -> list[int]:
+        return [4 * q + o if o < 4 else n + 4 * q + o - 4 for q in range(n // 4) for o in offsets]
+
+    low, high = quads([0, 4, 1, 5]), quads([2, 6, 3, 7])  # interleave within each 128-bit lane
+    left, right = quads([0, 1, 4, 5]), quads([2, 3, 6, 7])
+    out: list[Value] = []
+    for i in range(0, n, 4):
+        a, c, d, f = rows[i : i + 4]
+        t = [e.shuffle(a, c, low), e.shuffle(a, c, high), e.shuffle(d, f, low), e.shuffle(d, f, high)]
+        out += [e.shuffle(t[0], t[2], left), e.shuffle(t[0], t[2], right), e.shuffle(t[1], t[3], left), e.shuffle(t[1], t[3], right)]
+    # out[4 * q + c], lane group l: rows 4q..4q+3 of column 4l + c. Exchange the group index with q.
+    step = n // 2
+    while step >= 4:
+        for i in range(n):
+            if not i & step:
+                a, c = out[i], out[i + step]
+                out[i] = e.shuffle(a, c, [lane if not lane & step else n + lane - step for lane in range(n)])
+                out[i + step] = e.shuffle(a, c, [lane + step if not lane & step else n + lane for lane in range(n)])
+        step //= 2
+    return out
