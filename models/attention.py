@@ -23,9 +23,9 @@ _ROTATION_NODES = 2 * (1 + NORM_NODES + 1) + 2
 """Reshape, per-head norm and rotation of q and k; the factor tensor and its cast."""
 _CACHE_NODES = 2 * 3 + 2
 """Cache, store and view of K and V; the key's reshape before its store; the decoded V of block types."""
-_SCORE_NODES = 2 + 1 + 1 + 4
-"""Permuted queries and scores, the score cap, soft_max; weighted sum, its permute, cont and reshape; the wanted rows."""
-ATTENTION_NODES = _PROJECTION_NODES + _ROTATION_NODES + _CACHE_NODES + _SCORE_NODES + 1
+_SCORE_NODES = 2 + 1 + 4 + 1
+"""Permuted queries and scores; soft_max; weighted sum, its permute, cont and reshape; the wanted rows."""
+ATTENTION_NODES = _PROJECTION_NODES + _ROTATION_NODES + _CACHE_NODES + _SCORE_NODES
 
 
 def attention_tensors(
@@ -83,7 +83,7 @@ def _store(b: Builder, rows: Node, i: int, part: str) -> Node:
     name, head_dim = f"blk.{i}.{part}", b.hp.layers[i].head_dim
     if head_dim % TYPES[dtype].block:
         raise ModelError(
-            f"builder option 'type_{part}': heads of {head_dim} values cannot be {dtype}, in blocks of {TYPES[dtype].block}; choose f16"
+            f"builder option 'type_{part}': heads of {head_dim} values are no whole {dtype} blocks of {TYPES[dtype].block}; choose f16"
         )
     cache = b.graph.cache(name, TensorType(dtype, (b.hp.layers[i].kv_width, b.step.C)))
     return b.add("set_rows", cache, rows, b.kv_slots, name=f"{name}.store")

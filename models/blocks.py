@@ -77,6 +77,10 @@ class Builder:
 
     def weight(self, name: str) -> Node:
         """The tensor ``name`` as a leaf of its type in the file."""
+        if name not in self.weights:
+            raise ModelError(
+                f"the builder of architecture {self.hp.arch!r} asks for tensor {name!r}, which its tensor table does not declare"
+            )
         info = self.weights[name]
         return self._once(name, lambda: self.graph.weight(name, TensorType(info.dtype, info.ne)))
 

@@ -51,7 +51,12 @@ def _layer_params(hp: HParams, keys: Gemma3Keys, i: int) -> LayerParams:
     if rope is None:
         raise ModelError(f"layer {i} of a gemma3 model has no rotation")
     if hp.n_layer == LAYERS_27B:
-        layer = msgspec.structs.replace(layer, attn_scale=1.0 / math.sqrt(hp.n_embd // layer.n_head))
+        width = hp.n_embd // layer.n_head
+        if width == 0:
+            raise ModelError(
+                f"key gemma3.embedding_length is {hp.n_embd}, less than the {layer.n_head} heads of gemma3.attention.head_count"
+            )
+        layer = msgspec.structs.replace(layer, attn_scale=1.0 / math.sqrt(width))
     if (i + 1) % GLOBAL_EVERY == 0:
         return layer
     local = RopeParams(mode="neox", n_dims=rope.n_dims, base=LOCAL_ROPE_BASE, n_ctx_orig=rope.n_ctx_orig)

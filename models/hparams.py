@@ -1,8 +1,7 @@
 """Typed hyperparameters of a transformer, resolved per layer.
 
-``DenseKeys`` declares the GGUF keys all plain transformers share (spec: the engine's key table, repeated in docs/architecture.md);
-``resolve`` applies the defaults that depend on other keys and checks what a single key cannot show, such as head counts that must
-divide each other. Builders read only ``HParams``.
+``DenseKeys`` declares the GGUF keys all plain transformers share; ``resolve`` applies the defaults that depend on other keys and checks what a
+single key cannot show, such as head counts that must divide each other. Builders read only ``HParams``.
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 # YaRN's ramp bounds are options of the engine, not keys of these files; the values are the ones the YaRN paper recommends for Llama models.
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
+
+SMALLEST_FACTOR = 1e-3
+"""Below this a rope scaling factor is no stretched or squeezed context but a damaged number."""
 
 
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +163,7 @@ def resolve(keys: DenseKeys, metadata: Mapping[str, Any], arch: str, mode: RopeM
     for i, width in enumerate(n_ff):
         if width == 0:
             raise ModelError(f"layer {i} has no feed-forward: key {key('feed_forward_length')} must be a positive number, or one per layer")
-    rope = rope_params(keys, mode, n_rot)
+    rope = rope_params(keys, mode, n_rot, arch)
     scale = 1.0 / math.sqrt(head_dim)
     layers = tuple(
         LayerParams(n_head=h, n_head_kv=g, head_dim=head_dim, n_ff=f, rope=rope, attn_scale=scale, n_expert=n_expert, n_expert_used=n_used)
@@ -187,10 +189,15 @@ def per_layer(value: int | Sequence[int], n_layer: int, key: str) -> tuple[int, 
     return tuple(value)
 
 
-def rope_params(keys: DenseKeys, mode: RopeMode, n_rot: int) -> RopeParams:
+def rope_params(keys: DenseKeys, mode: RopeMode, n_rot: int, arch: str) -> RopeParams:
     """The rotation the scaling keys describe (YaRN: Peng et al. 2023; its magnitude correction belongs to the ``rope`` operator)."""
     factor = keys.rope_factor if keys.rope_factor is not None else keys.rope_factor_old
     scaled = keys.rope_scaling != "none" and factor > 0
+    if scaled and factor < SMALLEST_FACTOR:
+        raise ModelError(
+            f"key {arch}.rope.scaling.factor (or the older {arch}.rope.scale_linear) is {factor}; "
+            f"a scaled rotation needs a factor of at least {SMALLEST_FACTOR}, and 0 means none"
+        )
     # The engine keeps the scale in f32; positions in the thousands make the difference to 1/factor in double visible.
     freq_scale = float(np.float32(1.0) / np.float32(factor)) if scaled else 1.0
     return RopeParams(

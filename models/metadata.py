@@ -7,6 +7,7 @@ names the key.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +27,7 @@ Experts = Annotated[int, Meta(ge=0, le=1 << 14)]
 Positions = Annotated[int, Meta(ge=1, le=1 << 30)]
 Vocabulary = Annotated[int, Meta(ge=1, le=1 << 26)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
-Base = Annotated[float, Meta(gt=1, le=1e15)]
+Base = Annotated[float, Meta(ge=2, le=1e15)]
 Factor = Annotated[float, Meta(ge=0, le=1e6)]
 Magnitude = Annotated[float, Meta(gt=0, le=1e3)]
 
@@ -68,8 +69,7 @@ def plain(value: Any) -> Any:
 
 def show(value: Any) -> str:
     """A metadata value for a message, cut to a readable length."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"
+    return f"{reprlib.repr(value)} of type {type(value).__name__}"
 
 
 def describe(annotation: Any) -> str:

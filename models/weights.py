@@ -5,7 +5,7 @@ Names and shapes are declared once, in the family's ``tensors`` function; builde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -40,26 +40,8 @@ class WeightInfo(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class Weights(Mapping[str, WeightInfo]):
-    """The tensors a model uses, by name; tensors of the file that the architecture does not read are absent."""
-
-    def __init__(self, found: Mapping[str, WeightInfo]) -> None:
-        self._found = dict(found)
-
-    def __getitem__(self, name: str) -> WeightInfo:
-        try:
-            return self._found[name]
-        except KeyError:
-            raise ModelError(f"the builder asks for tensor {name!r}, which its architecture's tensor table does not declare") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
+Weights = Mapping[str, WeightInfo]
+"""The tensors a model uses, by name; tensors of the file that the architecture does not read are absent."""
 
 
 def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, Any], arch: str) -> Weights:
@@ -78,7 +60,7 @@ def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, Any], arch:
                 "the file is incomplete or was made for another program"
             )
         found[spec.name] = WeightInfo(spec.name, _shape(spec, tensor), _dtype(spec, tensor))
-    return Weights(found)
+    return found
 
 
 def _shape(spec: TensorSpec, tensor: Any) -> tuple[int, ...]:

@@ -81,6 +81,13 @@ def test_a_block_over_its_estimate_is_refused() -> None:
         builder.add("silu", builder.add("silu", x, name="a"), name="b")
 
 
+def test_a_tensor_outside_the_table_is_refused() -> None:
+    model = load_model(llama_file())
+    builder = Builder(model.hparams, model.weights, Step())
+    with pytest.raises(ModelError, match=r"'blk\.0\.attn_sinks\.weight'.*does not declare"):
+        builder.weight("blk.0.attn_sinks.weight")
+
+
 def test_block_cache_types_need_whole_blocks_per_head() -> None:
     graph = load_model(llama_file(d=32)).build(Step({"type_k": "q8_0", "type_v": "q8_0"}))
     assert {str(node.operands[0].type) for node in graph.find("cast")} == {"q8_0[64, C]"}

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_files import V, gemma3_file, llama_file
 
 from ggufc.models import ModelError, load_model
@@ -177,6 +179,12 @@ def test_rope_scaling(keys: dict[str, Any], freq_scale: float, ext_factor: float
     assert rope["n_ctx_orig"] == 512
 
 
+def test_tiny_rope_factor_is_refused() -> None:
+    file = llama_file()
+    file.metadata["llama.rope.scaling.factor"] = 1e-40
+    refused(file, "llama.rope.scaling.factor", "at least")
+
+
 def test_gemma3_layers_alternate() -> None:
     file = gemma3_file(n_layer=12)
     file.metadata["gemma3.rope.scaling.factor"] = 8.0
@@ -196,3 +204,35 @@ def test_gemma3_27b_scales_by_embedding_width() -> None:
         for name in ("attn_q_norm", "attn_k_norm"):
             file.add(f"blk.{i}.{name}.weight", 16)
     assert {layer.attn_scale for layer in load_model(file).hparams.layers} == {1 / math.sqrt(32 // 4)}
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 200),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.lists(st.integers(-1, 40), max_size=4),
+    st.sampled_from(
+        ["none", "linear", "yarn", np.float32(4), np.float64(1e-5), np.uint32(2), np.bool_(True), np.array([4, 2]), np.array(7)]
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(FILES)),
+    st.dictionaries(st.sampled_from(sorted({key for _, key in KEYS + OPTIONAL})), VALUES, min_size=1, max_size=3),
+)
+def test_any_metadata_builds_or_is_refused(arch: str, values: dict[str, Any]) -> None:
+    """Whatever a file says, the answer is a graph within its budget or a ``ModelError``, never another exception."""
+    file = FILES[arch]()
+    file.metadata |= {f"{arch}.{key}": value for key, value in values.items()}
+    try:
+        model = load_model(file)
+    except ModelError as error:
+        assert str(error)
+        return
+    assert len(model.build().nodes) <= model.node_estimate()
