@@ -1,7 +1,7 @@
 """Typed hyperparameters of a transformer, resolved per layer.
 
-``DenseKeys`` declares the GGUF keys all plain transformers share; ``resolve`` applies the defaults that depend on other keys and checks what a
-single key cannot show, such as head counts that must divide each other. Builders read only ``HParams``.
+``DenseKeys`` declares the GGUF keys all plain transformers share; ``resolve`` applies the defaults that depend on other keys and
+checks what a single key cannot show, such as head counts that must divide each other. Builders read only ``HParams``.
 """
 
 from __future__ import annotations
