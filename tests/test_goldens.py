@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import golden_cases
+from support import golden_cases
 
 PREFIXES = ("llama-", "gemma3-", "quant-")
 CASES = golden_cases(*PREFIXES)
