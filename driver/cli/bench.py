@@ -62,7 +62,7 @@ def command(
         with Session(artifact, n_threads=count, n_ctx=benchmark.context_for(chosen), n_ubatch=ubatch_size) as session:
             facts = _facts(model, session, count, batch_size, ubatch_size)
             for test in chosen:
-                with terminal.progress("steps") as progress:
+                with terminal.progress() as progress:
                     samples = benchmark.measure(session, test, repetitions, batch_size, _reporter(progress, test, count, repetitions))
                 rows.append(benchmark.row(test, samples, facts))
                 if profile:

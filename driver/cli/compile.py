@@ -40,7 +40,7 @@ def command(
             raise DriverError(f"{output} is the model itself; choose another -o")
         if not force:
             raise DriverError(f"{output} exists; choose another -o, or --force to replace it")
-    with terminal.progress("steps") as progress:
+    with terminal.progress() as progress:
         report = ggufc.compile(
             source, output, target=target, type_k=type_k or "f16", type_v=type_v or "f16", passes=passes, jobs=jobs, progress=progress
         )

@@ -101,6 +101,38 @@ def _stage_graph(path: Path, compile_options: CompileOptions, stage: str, name: 
 
 
 def _render(graph: Graph, form: str, layer: int | None) -> str:
+    from ggufc.errors import DriverError
     from ggufc.ir.export import export
 
-    return export(graph, form, layer=layer)
+    if layer is None or form in {"dot", "svg", "html"}:
+        return export(graph, form, layer=layer)
+    if form == "json":
+        raise DriverError("--format json describes a whole graph; use text, csv, dot, svg or html with --layer")
+    wanted = _layer_nodes(graph, layer)
+    if form == "csv":
+        header, *rows = export(graph, "csv").splitlines(keepends=True)
+        return header + "".join(row for index, row in enumerate(rows) if index in wanted)
+    return _layer_text(graph, layer, wanted)
+
+
+def _layer_nodes(graph: Graph, layer: int) -> set[int]:
+    """Indices of the layer's nodes and of what they read."""
+    from ggufc.errors import DriverError
+    from ggufc.ir.folding import layers
+
+    where = layers(graph)
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    own = [node for node in graph.nodes if where[node] == layer]
+    if not own:
+        last = max((i for i in where.values() if i is not None), default=-1)
+        known = f"it has layers 0 to {last}" if last >= 0 else "no node is named after a layer"
+        raise DriverError(f"the graph {graph.name!r} has no layer {layer}; {known}")
+    return {index[node] for node in own} | {index[operand] for node in own for operand in node.operands}
+
+
+def _layer_text(graph: Graph, layer: int, wanted: set[int]) -> str:
+    from ggufc.ir.text import print_node
+
+    numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    lines = [print_node(graph.nodes[i], numbers) for i in sorted(wanted)]
+    return "\n".join([f"# layer {layer} of graph @{graph.name} and what it reads, numbered as in the whole graph", *lines]) + "\n"

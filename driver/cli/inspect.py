@@ -93,7 +93,8 @@ def _model_lines(data: dict[str, Any]) -> Iterator[str]:
     yield f"name          {data['name'] or '-'}"
     yield f"architecture  {data['arch'] or '-'} (GGUF version {data['gguf_version']})"
     yield f"size          {size_words(data['bytes'])}, {data['parameters'] / 1e6:.2f} M parameters"
-    yield f"tokenizer     {data['tokenizer'] or '-'}, {data['vocabulary']} tokens, chat template: {'yes' if data['chat_template'] else 'no'}"
+    template = "with" if data["chat_template"] else "without"
+    yield f"tokenizer     {data['tokenizer'] or '-'}, {data['vocabulary']} tokens, {template} chat template"
     yield "tensors by type"
     yield from _table(
         [(dtype, f"{t['tensors']} tensors", f"{t['parameters'] / 1e6:.2f} M", size_words(t["bytes"])) for dtype, t in data["types"].items()]
@@ -113,7 +114,8 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"size          {size_words(data['bytes'])}"
     yield from _table([(s["section"], str(s["count"]), size_words(s["bytes"])) for s in data["sections"]])
     entries = data["caches"]["entries"]
-    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, K {model['type_k']}, V {model['type_v']}: {size_words(data['caches']['bytes'])}"
+    types = f"K {model['type_k']}, V {model['type_v']}"
+    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, {types}: {size_words(data['caches']['bytes'])}"
     shapes: dict[tuple[str, ...], int] = {}
     for cache in entries:
         key = (f"{cache['heads']} heads, {cache['row']} values", cache["dtype"], f"window {cache['window']}" if cache["window"] else "full")

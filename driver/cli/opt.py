@@ -26,12 +26,11 @@ def command(text: TextIO, passes: str | None, print_after: str, show_time: bool,
         click.echo(describe_passes())
         return
     from ggufc.files import write_text
-    from ggufc.ir import parse_graph, print_graph, verify
+    from ggufc.ir import parse_graph, print_graph
     from ggufc.passes import DEFAULT_PIPELINE
     from ggufc.passes.manager import PassManager, format_records
 
     graph = parse_graph(text.read())
-    verify(graph)
     manager = PassManager.parse(DEFAULT_PIPELINE if passes == "default" else passes or "")
     wanted = [name.strip() for name in print_after.split(",") if name.strip()]
     records = manager.run(graph, print_after=wanted)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    pass
+    from ggufc.runtime import Session
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,11 +57,25 @@ threads: Callable[[F], F] = click.option(
     "-t", "--threads", type=click.IntRange(1, 1024), default=None, help="Threads (default: physical cores available)."
 )
 
-context: Callable[[F], F] = stack(
-    click.option("-c", "--ctx-size", type=click.IntRange(0), default=0, help="Tokens the KV cache holds; 0 (default) lets ggufc choose."),
+batches: Callable[[F], F] = stack(
     click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once."),
     click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Most tokens evaluated at once."),
     threads,
+)
+
+context: Callable[[F], F] = stack(
+    click.option(
+        "-c",
+        "--ctx-size",
+        type=click.IntRange(0),
+        default=None,
+        help="Tokens the KV cache holds; 0 = as trained. [default: min(trained, 4096)]",
+    ),
+    batches,
+)
+
+expect_digest: Callable[[F], F] = click.option(
+    "--expect-digest", default=None, metavar="SHA256", help="Refuse an artifact whose file has another SHA-256."
 )
 
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
@@ -113,3 +127,25 @@ def artifact(model: str, type_k: str | None = None, type_v: str | None = None, t
         return artifact_for(
             model, target=target, type_k=type_k, type_v=type_v, say=terminal.say, progress=progress, quiet=not terminal.is_terminal()
         )
+
+
+def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
+    """A session for the parameters of ``build``, ``context`` and ``expect_digest`` that ``given`` holds; ``more`` goes to ``Session``."""
+    from ggufc.errors import DriverError
+    from ggufc.runtime import Session
+
+    path = artifact(model, given["type_k"], given["type_v"], given["target"])
+    digest = given.get("expect_digest")
+    if digest and path != Path(model).expanduser():
+        raise DriverError(
+            f"--expect-digest is about artifacts, and {model} is a model; compile it first (ggufc compile) and give the artifact"
+        )
+    settings = {
+        "n_ctx": given["ctx_size"],
+        "n_batch": given["batch_size"],
+        "n_ubatch": given["ubatch_size"],
+        "n_threads": given["threads"],
+        "expect_digest": digest,
+        **more,
+    }
+    return Session(path, **settings)

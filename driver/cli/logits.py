@@ -1,0 +1,87 @@
+"""``ggufc logits``: the steps of a golden case, for comparison with other engines."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ggufc.cli import options
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ggufc.runtime import Session
+
+
+@click.command()
+@click.argument("model")
+@click.argument("case_file", metavar="CASE.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The .npz file to write.")
+@click.option("-t", "--threads", type=click.IntRange(1, 1024), default=None, help="Threads, instead of the case's.")
+@click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=None, help="Micro-batch, instead of the case's.")
+@options.build
+def command(
+    model: str,
+    case_file: Path,
+    output: Path,
+    threads: int | None,
+    ubatch_size: int | None,
+    type_k: str | None,
+    type_v: str | None,
+    target: str,
+) -> None:
+    """Run the steps of CASE.json with MODEL and store one array of logits per step name in OUT.npz.
+
+    A case has `options` (n_ctx, n_ubatch, threads, type_k, ...) and `steps` (decode, decode_last, decode_embd, seq_rm, ...). What this
+    version does not know is refused by name. Cache types come from the case unless -ctk and -ctv say otherwise.
+    """
+    from ggufc.runtime import Session
+    from ggufc.runtime.logits import check_case, run_case, session_options
+
+    case = read_case(case_file)
+    check_case(case)
+    wanted = case.get("options", {})
+    artifact = options.artifact(model, type_k or wanted.get("type_k"), type_v or wanted.get("type_v"), target)
+
+    def make_session(case_options: dict[str, Any]) -> Session:
+        settings = session_options(case_options)
+        if threads is not None:
+            settings["n_threads"] = threads
+        if ubatch_size is not None:
+            settings["n_ubatch"] = ubatch_size
+        return Session(artifact, **settings)
+
+    arrays = run_case(make_session, case, case_file.parent)
+    write_npz(output, arrays)
+    for name, array in arrays.items():
+        click.echo(f"{name}: {'x'.join(str(n) for n in array.shape)} {array.dtype}")
+
+
+def read_case(path: Path) -> Mapping[str, Any]:
+    """The case as a JSON object. Raises ``DriverError`` for anything else."""
+    from ggufc.errors import DriverError
+
+    try:
+        case = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DriverError(f"{path} is not JSON: {error}") from None
+    if not isinstance(case, dict):
+        raise DriverError(f"{path}: a case is a JSON object with options and steps, not a {type(case).__name__}")
+    return case
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An .npz file, whole or not at all. ``numpy.savez`` cannot store a step called ``file``, so the archive is written here."""
+    import numpy as np
+
+    from ggufc.files import replacing
+
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, array, allow_pickle=False)

@@ -1,0 +1,48 @@
+"""``ggufc perplexity``: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ggufc.cli import options
+from ggufc.cli.run import read_prompt
+
+
+@click.command()
+@options.model
+@click.option("-f", "--file", type=click.Path(allow_dash=True), required=True, help="The text (- = stdin).")
+@click.option("-c", "--ctx-size", type=click.IntRange(4), default=512, show_default=True, help="Tokens of a chunk.")
+@click.option("--chunks", type=click.IntRange(1), default=None, help="Only the first chunks of the text.")
+@options.batches
+@options.build
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(model: str, file: str, ctx_size: int, chunks: int | None, as_json: bool, **given: Any) -> None:
+    """Measure MODEL's perplexity on a text, by llama.cpp's convention.
+
+    The text is cut into chunks of -c tokens, each read from an empty cache; the second half of each chunk counts.
+    """
+    from ggufc.cli import terminal
+    from ggufc.runtime.perplexity import Perplexity, perplexity
+
+    text = read_prompt(None, file)
+    with options.open_session(model, {**given, "ctx_size": ctx_size}) as session, terminal.progress() as progress:
+
+        def report(done: int, total: int, so_far: Perplexity) -> None:
+            if progress:
+                progress(f"perplexity {so_far.value:.4f}", done, total)
+
+        result = perplexity(session, text, ctx_size, -1 if chunks is None else chunks, report)
+    if as_json:
+        row = {
+            "perplexity": result.value,
+            "error": result.error,
+            "n_tokens": result.n_tokens,
+            "n_chunks": result.n_chunks,
+            "n_ctx": ctx_size,
+        }
+        click.echo(json.dumps(row))
+    else:
+        click.echo(f"perplexity {result.value:.4f} +/- {result.error:.4f} over {result.n_tokens} tokens of {result.n_chunks} chunks")
