@@ -1,1 +1,10 @@
-"""Bytes on disk: GGUF container, ggml block types, artifact manifest, native ABI."""
+"""Bytes on disk; nothing here knows models or code.
+
+- ``errors``: the base of all error types, ``GGUFError``, ``ArtifactError``
+- ``ggml_types``: block types by name and id, bytes of rows and tensors
+- ``gguf_values``, ``gguf_header``, ``gguf_checks``, ``gguf_reader``: value types, bounded parser, rules of the keys, ``GGUFFile``
+- ``gguf_writer``: ``GGUFWriter``, streaming
+- ``quants``: ``dequantize``, ``quantize``, ``codes``
+- ``activations``: how products round their activations
+- ``artifact``, ``abi``: the manifest of an artifact and the memory shared with native code
+"""

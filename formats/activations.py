@@ -35,8 +35,7 @@ def round_q8_2(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows ``[..., K]`` -> ``qs`` int8 ``[..., K]`` and ``d`` f32 ``[..., K/32]`` (bfloat16 values); x is about d * qs."""
     blocks = _blocks(x, 32)
     d = round_bf16(np.abs(blocks).max(axis=-1) / np.float32(127))
-    with np.errstate(divide="ignore"):
-        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+    inverse = _finite(np.float32(1), d)
     # d may have been rounded down, so that the largest value would become 128.
     qs = np.clip(np.rint(blocks * inverse[..., None]), -128, 127).astype(np.int8)
     return qs.reshape(x.shape), d
@@ -46,8 +45,7 @@ def round_q8_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows ``[..., K]`` -> ``qs`` int8 ``[..., K]`` and ``d`` f32 ``[..., K/32]``: one scale per 256 values, repeated for each 32."""
     blocks = _blocks(x, 256)
     top = np.abs(blocks).max(axis=-1)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(top > 0, np.float32(127) / top, np.float32(0))
+    inverse = _finite(np.float32(127), top)
     qs = np.clip(np.rint(blocks * inverse[..., None]), -127, 127).astype(np.int8)
     return qs.reshape(x.shape), np.repeat(top / np.float32(127), 8, axis=-1)
 
@@ -68,3 +66,10 @@ def _blocks(x: np.ndarray, length: int) -> np.ndarray:
     if x.shape[-1] % length:
         raise GGUFError(f"activation rows of {x.shape[-1]} values cannot be rounded in blocks of {length}")
     return np.ascontiguousarray(x, np.float32).reshape(*x.shape[:-1], -1, length)
+
+
+def _finite(a: np.float32, b: np.ndarray) -> np.ndarray:
+    """a / b, and 0 where that is not finite: blocks of zeros, and of values too small to divide by, round to zeros."""
+    with np.errstate(divide="ignore", over="ignore"):
+        quotient = a / b
+    return np.where(np.isfinite(quotient), quotient, np.float32(0))

@@ -104,6 +104,8 @@ class Value:
     def get(self) -> object:
         """Python scalar, str, numpy array, or list[str]; the same object at every call."""
         if self._cache is None:
+            if self._buf.closed:
+                raise GGUFError(f"cannot read {self.key}: the file is closed", offset=self.start, path=self._path)
             self._cache = self._decode()
         return self._cache
 
@@ -121,8 +123,7 @@ class Value:
             return [raw[a + 8 : b].decode("utf-8", "surrogateescape") for a, b in pairwise(bounds)]
         if self.element is None:
             return struct.unpack("<" + kind.code, raw)[0]
-        array = np.frombuffer(raw, kind.dtype)
-        return array
+        return np.frombuffer(raw, kind.dtype)
 
     def walk_strings(self, cursor: Cursor) -> None:
         """Find the start of every string of an array and move the cursor past them."""

@@ -112,6 +112,8 @@ class GGUFFile:
         info = self.tensors.get(name)
         if info is None:
             raise GGUFError(f"there is no tensor {name!r} in this file", path=self.path)
+        if not self._bytes:
+            raise GGUFError(f"cannot read {name!r}: the file is closed", offset=info.offset, path=self.path)
         return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
 
     def sha256(self) -> str:

@@ -108,12 +108,9 @@ class GGUFWriter:
         if missing:
             raise GGUFError(f"tensor {missing[0]!r} has no data; call set_data", path=self.path)
         header = self._header()
+        temporary = self.path.with_name(f".{self.path.name[:64]}.{secrets.token_hex(6)}.tmp")
         try:
-            temporary = self.path.with_name(f".{self.path.name[:64]}.{secrets.token_hex(6)}.tmp")
             fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        except OSError as e:
-            raise GGUFError(f"cannot write here: {e.strerror}", path=self.path) from e
-        try:
             with os.fdopen(fd, "wb") as out:
                 out.write(header)
                 for tensor in self._tensors.values():
@@ -124,7 +121,7 @@ class GGUFWriter:
                 os.fsync(out.fileno())
             os.replace(temporary, self.path)
         except BaseException as e:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             if isinstance(e, OSError):
                 raise GGUFError(f"cannot write the file: {e.strerror}", path=self.path) from e
             raise

@@ -15,7 +15,8 @@ from ggufc.formats.ggml_types import TypeInfo, row_bytes, type_by_name
 from ggufc.formats.quants import blocks32, ik_types, iq_types, k_types
 from ggufc.formats.quants.decoded import Decoded
 
-_SLAB = 1 << 20  # values decoded at a time: keeps temporaries in the megabytes
+SLAB = 1 << 20
+"""Values decoded at a time; keeps temporaries in the megabytes."""
 
 Decoder = Callable[[np.ndarray, np.ndarray], Decoded]
 
@@ -90,7 +91,7 @@ def codes(type_name: str, raw: np.ndarray, ne0: int) -> tuple[np.ndarray, np.nda
     out = np.empty((len(rows), ne0), np.int8)
     scale = np.empty((len(rows), ne0 // g), np.float32)
     low: np.ndarray | None = None
-    step = max(1, _SLAB // ne0)
+    step = max(1, SLAB // ne0)
     for at in range(0, len(rows), step):
         part = slice(at, min(at + step, len(rows)))
         decoded = decode(*split_rows(info, rows[part]))

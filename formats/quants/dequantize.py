@@ -6,7 +6,7 @@ import numpy as np
 
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import type_by_name
-from ggufc.formats.quants.codes import _SLAB, DECODERS, as_rows, codes, split_rows
+from ggufc.formats.quants.codes import DECODERS, SLAB, as_rows, codes, split_rows
 from ggufc.formats.quants.ik_types import iq6_k_values
 
 _PLAIN = {"f32": "<f4", "f16": "<f2", "f64": "<f8", "i8": "i1", "i16": "<i2", "i32": "<i4", "i64": "<i8"}
@@ -28,7 +28,7 @@ def dequantize(type_name: str, raw: np.ndarray, ne0: int) -> np.ndarray:
     if info.name not in DECODERS:
         raise GGUFError(f"{info.name} cannot be dequantised")
     out = np.empty((len(rows), ne0), np.float32)
-    step = max(1, _SLAB // ne0)
+    step = max(1, SLAB // ne0)
     for at in range(0, len(rows), step):
         part = rows[at : at + step]
         if info.name == "iq6_k":

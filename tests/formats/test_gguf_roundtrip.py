@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf_bytes as g
@@ -217,7 +218,7 @@ def test_writer_refusals(tmp_path: Path):
         (lambda: w.set_data("v", b""), "'v' is not declared"),
         (lambda: w.finish(), "'t' has no data"),
         (lambda: GGUFWriter(tmp_path / "y.gguf", 24), "alignment 24"),
-        (lambda: GGUFWriter(tmp_path / "no" / "y.gguf").finish(), "cannot write here: No such file"),
+        (lambda: GGUFWriter(tmp_path / "no" / "y.gguf").finish(), "cannot write the file: No such file"),
     ):
         with pytest.raises(GGUFError, match=message):
             call()
@@ -304,6 +305,31 @@ def test_views_outlive_the_file(tmp_path: Path):
     with GGUFFile.open(tmp_path / "x.gguf") as f:
         view = f.data("t")
     assert view.view(np.float32).tolist() == [0, 1, 2, 3]
+
+
+def test_a_closed_file_says_so(tmp_path: Path):
+    f = GGUFFile.open(g.save(tmp_path, g.model()))
+    name = f.metadata["general.architecture"]
+    f.close()
+    f.close()
+    assert f.metadata["general.architecture"] is name
+    with pytest.raises(GGUFError, match="file is closed"):
+        f.metadata["llama.rope.freq_base"]
+    with pytest.raises(GGUFError, match="file is closed"):
+        f.data("a")
+
+
+def test_tensors_larger_than_the_memory_used(tmp_path: Path):
+    n = 64 << 20
+    tracemalloc.start()
+    with GGUFWriter(tmp_path / "x.gguf") as w:
+        w.add_tensor("t", (n,), "i8", lambda: (bytes(1 << 18) for _ in range(n >> 18)))
+    with GGUFFile.open(tmp_path / "x.gguf") as f, GGUFWriter(tmp_path / "y.gguf") as w:
+        w.add_tensor("t", (n,), "i8", f.data("t"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+    assert os.path.getsize(tmp_path / "y.gguf") > n
 
 
 def test_dialects(tmp_path: Path):

@@ -96,8 +96,8 @@ def test_slabs_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch):
     """Decoding a tensor in pieces gives the same as decoding it at once."""
     case = CASES[name]
     whole = dequantize(name, case.raw, N), codes(name, case.raw, N)
-    monkeypatch.setattr(sys.modules["ggufc.formats.quants.codes"], "_SLAB", 600)
-    monkeypatch.setattr(sys.modules["ggufc.formats.quants.dequantize"], "_SLAB", 600)
+    monkeypatch.setattr(sys.modules["ggufc.formats.quants.codes"], "SLAB", 600)
+    monkeypatch.setattr(sys.modules["ggufc.formats.quants.dequantize"], "SLAB", 600)
     assert np.array_equal(dequantize(name, case.raw, N), whole[0])
     for a, b in zip(codes(name, case.raw, N), whole[1]):
         assert np.array_equal(a, b) if a is not None else b is None
