@@ -31,15 +31,15 @@ class IRError(GgufcError):
 
 
 def excerpt(graph: Graph, node: Node) -> str:
-    """The printed lines around ``node``; a node that is not in the graph yet is shown after the last line."""
+    """The printed lines around ``node``; a node that is not in the graph yet is shown where it would be inserted."""
     from ggufc.ir.text import print_nodes
 
     nodes = list(graph.nodes)
     try:
         at = nodes.index(node)
     except ValueError:
-        nodes.append(node)
-        at = len(nodes) - 1
+        at = graph.cursor
+        nodes.insert(at, node)
     lines = print_nodes(nodes)
     first = max(0, at - CONTEXT)
     shown = [("  > " if i == at else "    ") + lines[i] for i in range(first, min(len(lines), at + CONTEXT + 1))]

@@ -165,6 +165,11 @@ class Graph:
                 saved += len(self.nodes) - before
             self._cursor = saved
 
+    @property
+    def cursor(self) -> int:
+        """The position at which ``add`` inserts: the end, except inside ``insert_before`` and ``insert_after``."""
+        return len(self.nodes) if self._cursor is None else self._cursor
+
     def index(self, node: Node) -> int:
         """Position of ``node``; raises ``IRError`` if it is not in this graph."""
         try:

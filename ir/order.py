@@ -23,19 +23,15 @@ def cache_reads(node: Node) -> list[Node]:
 
 
 def dependencies(g: Graph) -> dict[Node, list[Node]]:
-    """For every node what must come before it: its operands, and for a write of a cache all reads of the version it supersedes.
-
-    Reads that already stand behind the write in the list do not count: they are errors that ``verify`` reports.
-    """
-    before: dict[Node, list[Node]] = {}
+    """For every node what must come before it: its operands, and for a write of a cache all reads of the version it supersedes."""
     readers: dict[Node, list[Node]] = {}
     for n in g.nodes:
-        deps = list(dict.fromkeys(n.operands))
-        if n.op.writes_cache:
-            deps += [r for r in readers.get(written_version(n), []) if r not in deps]
-        before[n] = deps
         for version in cache_reads(n):
             readers.setdefault(version, []).append(n)
+    before: dict[Node, list[Node]] = {}
+    for n in g.nodes:
+        reads = readers.get(written_version(n), []) if n.op.writes_cache else []
+        before[n] = list(dict.fromkeys((*n.operands, *(r for r in reads if r is not n))))
     return before
 
 
