@@ -29,8 +29,8 @@ class PassResult:
 class Pass:
     """One transformation or analysis of a graph.
 
-    Subclasses set ``name`` (the word used in pipelines), declare their options as fields of type ``int``, ``float``, ``bool`` or ``str`` with defaults, and
-    state pre- and postcondition in the docstring. A pass holds no state between two calls.
+    Subclasses set ``name`` (the word used in pipelines), declare their options as fields of type ``int``, ``float``, ``bool`` or
+    ``str`` with defaults, and state pre- and postcondition in the docstring. A pass holds no state between two calls.
     """
 
     name: ClassVar[str] = ""

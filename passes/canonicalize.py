@@ -15,12 +15,7 @@ _VIEWS = "reshape view permute transpose"
 
 def same_elements(a: Layout, b: Layout) -> bool:
     """Do two layouts with one root name the same elements in the same order? Strides of dimensions of size 1 do not matter."""
-    return (
-        a.root is b.root
-        and a.offset == b.offset
-        and a.ne == b.ne
-        and all(n == 1 or s == t for n, s, t in zip(a.ne, a.nb, b.nb))
-    )
+    return a.root is b.root and a.offset == b.offset and a.ne == b.ne and all(n == 1 or s == t for n, s, t in zip(a.ne, a.nb, b.nb))
 
 
 def contiguous(rw: Rewriter, node: Node) -> Node:
@@ -132,8 +127,9 @@ ARITHMETIC_RULES: tuple[Rule, ...] = (do_cast, do_scale, do_neutral, do_repeat)
 class Canonicalize(RulePass):
     """Remove views, copies and arithmetic that change nothing, and merge chains of views.
 
-    Precondition: a valid graph. Postcondition: no ``reshape`` whose source's source would do, ``permute`` of ``permute``, ``transpose``, ``view`` of a view; no ``cont`` of a
-    contiguous operand outside caches; no scale by one, no neutral summand or factor. Values do not change, except that ``-0.0 + 0`` keeps its sign.
+    Precondition: a valid graph. Postcondition: no ``reshape`` whose source's source would do, ``permute`` of ``permute``,
+    ``transpose``, ``view`` of a view; no ``cont`` of a contiguous operand outside caches; no scale by one, no neutral summand or
+    factor. Values do not change, except that ``-0.0 + 0`` keeps its sign.
     """
 
     name: ClassVar[str] = "canonicalize"

@@ -14,8 +14,8 @@ from ggufc.passes.base import Pass, PassResult
 class Cse(Pass):
     """Keep the first of several nodes that compute the same value.
 
-    Precondition: a valid graph. Postcondition: no two nodes have equal operator, operands, attributes and type; cache writes are all kept, since each is
-    an effect. Every leaf (input, weight, cache, constant) occurs once.
+    Precondition: a valid graph. Postcondition: no two nodes have equal operator, operands, attributes and type; cache writes are all
+    kept, since each is an effect. Every leaf (input, weight, cache, constant) occurs once.
     """
 
     name: ClassVar[str] = "cse"

@@ -13,7 +13,8 @@ from ggufc.passes.base import Pass, PassResult
 class Dce(Pass):
     """Remove nodes that neither an output nor a cache write needs.
 
-    Precondition: a valid graph. Postcondition: every node reaches an output or a cache write; unused inputs, weights and derived weights are gone.
+    Precondition: a valid graph. Postcondition: every node reaches an output or a cache write; unused inputs, weights and derived
+    weights are gone.
     """
 
     name: ClassVar[str] = "dce"

@@ -30,7 +30,7 @@ def do_plain(rw: Rewriter, node: Node, m: Match) -> Node | None:
 
 @rule("flash-attention-softcap", _weighted_sum(op("softcap", _SCORES, once=True, bind="cap")))
 def do_softcap(rw: Rewriter, node: Node, m: Match) -> Node | None:
-    """Scores bounded by ``cap * tanh(s / cap)`` before the mask; the softmax itself must not scale, since that scale would come after the bound."""
+    """Scores bounded by ``cap * tanh(s / cap)`` before the mask; a scale in the softmax would come after the bound, so it must be 1."""
     return _fuse(rw, node, m, 1.0, m["cap"].attrs["cap"])
 
 
@@ -61,7 +61,16 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     if q.type.rank > 3:
         q = rw.add("reshape", q, ne=q.type.ne[:3])
     fused = rw.add(
-        "flash_attn", q, k_heads[0], v_heads[0], cells, visible, scale=scale, softcap=softcap, n_head_kv=n_head_kv, name=f"{node.name}.fused"
+        "flash_attn",
+        q,
+        k_heads[0],
+        v_heads[0],
+        cells,
+        visible,
+        scale=scale,
+        softcap=softcap,
+        n_head_kv=n_head_kv,
+        name=f"{node.name}.fused",
     )
     return rw.add("permute", fused, axes=_HEADS_TO_ROWS[: max(3, node.type.rank)])
 
@@ -92,9 +101,9 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
 class FuseAttention(RulePass):
     """The unfused attention sequence with a ``kq_mask`` -> ``flash_attn`` over the cell lists.
 
-    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype) and the mask comes from ``kq_mask``. Postcondition: no such
-    sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads the padded ``KV``, so a graph
-    in which all attention is fused serves every number of visible cells.
+    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype) and the mask comes from ``kq_mask``.
+    Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads the
+    padded ``KV``, so a graph in which all attention is fused serves every number of visible cells.
     """
 
     name: ClassVar[str] = "fuse-attention"

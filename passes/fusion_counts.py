@@ -1,7 +1,7 @@
 """How often each rule fired, and whether that is what it used to be.
 
-A pattern that no longer matches fails silently: the model still runs, only slower. So the counts per architecture are a baseline that is compared in both
-directions.
+A pattern that no longer matches fails silently: the model still runs, only slower. So the counts per architecture are a baseline that
+is compared in both directions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FUSION_PASSES = ("fuse-norm", "fuse-glu", "fuse-attention", "fuse-rope", "merge-
 
 
 def fusion_counts(records: Iterable[PassRecord]) -> dict[str, int]:
-    """``{"fuse-norm/rms-norm-mul": 61, ...}``: rules of the fusing passes that fired, sorted by name; layout rules they carry along are left out."""
+    """``{"fuse-norm/rms-norm-mul": 61, ...}``: rules of the fusing passes that fired, without the layout rules they carry along."""
     from ggufc.passes.canonicalize import LAYOUT_RULES
 
     layout_rules = {rule.name for rule in LAYOUT_RULES}

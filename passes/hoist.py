@@ -18,8 +18,9 @@ DERIVED_OUTPUT = "value"
 class Hoist(Pass):
     """Turn every maximal subgraph that reads only weights and constants into a ``weight`` node with attr ``derived``.
 
-    Precondition: a valid graph. Postcondition: the graph computes nothing from weights alone; views of weights stay views, since they cost nothing and a copy would
-    double the weight. ``graph.derived`` holds one graph with the output ``value`` per distinct computation.
+    Precondition: a valid graph. Postcondition: the graph computes nothing from weights alone; views of weights stay views, since they
+    cost nothing and a copy would double the weight. ``graph.derived`` holds one graph with the output ``value`` per distinct
+    computation.
     """
 
     name: ClassVar[str] = "hoist"

@@ -1,7 +1,7 @@
 """The pass manager: pipelines as text, verification after each pass, times and counts.
 
-Pipeline text: pass names separated by commas, options in braces: ``canonicalize,cse,fuse-norm{backwards=0},dce``. Options are ``key=value`` pairs separated by commas or
-blanks; ``key`` alone means ``key=1``.
+Pipeline text: pass names separated by commas, options in braces: ``canonicalize,cse,memory-plan{t=64},dce``. Options are
+``key=value`` pairs separated by commas or blanks; ``key`` alone means ``key=1``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class PassManager:
         while at < len(text.rstrip()):
             match = _ITEM.match(text, at)
             if match is None:
-                raise PassError(f"Pipeline text does not parse at column {at + 1}: write NAME or NAME{{OPTION=VALUE}} between commas.\n  {text}\n  {' ' * at}^")
+                where = f"\n  {text}\n  {' ' * at}^"
+                raise PassError(
+                    f"Pipeline text does not parse at column {at + 1}: write NAME or NAME{{OPTION=VALUE}} between commas.{where}"
+                )
             name, options, _ = match.groups()
             kind = REGISTRY.get(name)
             if kind is None:
@@ -70,9 +73,9 @@ class PassManager:
     ) -> list[PassRecord]:
         """Run all passes on ``graph`` in place.
 
-        ``print_after``: a callback that receives (pass name, graph) after each pass, or the names of passes whose result is kept as text in the record
-        (``all`` for every pass). ``check=False`` skips verification (only for measuring passes). Raises ``PassError``, naming the pass, when a pass
-        leaves an invalid graph.
+        ``print_after``: a callback that receives (pass name, graph) after each pass, or the names of passes whose result is kept as
+        text in the record (``all`` for every pass). ``check=False`` skips verification (only for measuring passes). Raises
+        ``PassError``, naming the pass, when a pass leaves an invalid graph.
         """
         names = frozenset() if callable(print_after) else self._known(print_after)
         records = []

@@ -1,6 +1,7 @@
 """``memory-plan``: which values of a graph share a buffer.
 
-The planner itself (``memory_planner``) knows intervals only; here they are computed from a graph. Codegen plans its launches with the same planner.
+The planner itself (``memory_planner``) knows intervals only; here they are computed from a graph. Codegen plans its launches with the
+same planner.
 """
 
 from __future__ import annotations
@@ -15,12 +16,47 @@ from ggufc.ir.layout import layout, root
 from ggufc.passes.base import Pass, PassResult
 from ggufc.passes.memory_planner import REPRESENTATIVE_ENV, Holder, Interval, Plan, PlannedSlot, check_plan, evaluate, plan
 
-__all__ = ["Holder", "Interval", "MemoryPlan", "Plan", "PlannedSlot", "check_plan", "evaluate", "intervals", "liveness", "plan", "size_form"]
+__all__ = [
+    "Holder",
+    "Interval",
+    "MemoryPlan",
+    "Plan",
+    "PlannedSlot",
+    "check_plan",
+    "evaluate",
+    "intervals",
+    "liveness",
+    "plan",
+    "size_form",
+]
 
 ANALYSIS = "memory-plan"
 
 _IN_PLACE = frozenset(
-    "add sub mul div scale silu gelu relu sigmoid tanh exp neg sqrt softplus softcap clamp glu rms_norm norm rms_norm_mul soft_max rope_apply".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "scale",
+        "silu",
+        "gelu",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "neg",
+        "sqrt",
+        "softplus",
+        "softcap",
+        "clamp",
+        "glu",
+        "rms_norm",
+        "norm",
+        "rms_norm_mul",
+        "soft_max",
+        "rope_apply",
+    ]
 )
 """Operators that read an element (or row, or head) before they write it, so that the result may take an operand's buffer."""
 
@@ -29,8 +65,9 @@ _IN_PLACE = frozenset(
 class MemoryPlan(Pass):
     """Assign buffers by liveness and store them as plain data in ``graph.analysis["memory-plan"]``.
 
-    Precondition: none beyond a valid graph; best run last. Postcondition: the stored plan passed ``check_plan``: no two values that are live together share a buffer for any
-    values of the symbols. Options ``t``, ``o``, ``kv`` (also for C and R) are the representative sizes at which the planner compares symbolic sizes.
+    Precondition: none beyond a valid graph; best run last. Postcondition: the stored plan passed ``check_plan``: no two values that are
+    live together share a buffer for any values of the symbols. Options ``t``, ``o``, ``kv`` (also for C and R) are the representative
+    sizes at which the planner compares symbolic sizes.
     """
 
     name: ClassVar[str] = ANALYSIS
@@ -87,7 +124,11 @@ def intervals(graph: Graph) -> list[Interval]:
         if not needs_buffer(node) or node in results:
             continue
         giver = _giver(node, index, last, results)
-        found.append(Interval(id(node), size_form(node), index, last[node], None if giver is None else id(giver), node.name or f"%{index} {node.op.name}"))
+        found.append(
+            Interval(
+                id(node), size_form(node), index, last[node], None if giver is None else id(giver), node.name or f"%{index} {node.op.name}"
+            )
+        )
     return found
 
 
@@ -100,7 +141,7 @@ def size_form(node: Node) -> Affine:
 
 
 def _giver(node: Node, index: int, last: dict[Node, int], results: set[Node]) -> Node | None:
-    """The value whose buffer ``node`` may take over: read here for the last time, same elements in the same places, read in no other way."""
+    """The value whose buffer ``node`` may take: read here for the last time, same elements in the same places, read in no other way."""
     if node.op.name not in _IN_PLACE:
         return None
     layouts = [layout(operand) for operand in node.operands]

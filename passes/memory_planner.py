@@ -1,12 +1,12 @@
 """Assignment of values with symbolic sizes to shared buffers.
 
-A *slot* is one buffer; the values in it are never live at the same time. Sizes are affine forms in the graph's symbols
-(``{"": 64, "T": 2304}``: 64 + 2304 T bytes; unfused attention also has products, written ``"KV*T"``), so the order of two sizes may depend on the symbols. The planner compares them at one
-representative environment, which only affects how much memory is used: a slot is as large as the *maximum* of its members in whichever
-environment the graph runs, so every assignment it makes is safe for all of them.
+A *slot* is one buffer; the values in it are never live at the same time. Sizes are affine forms in the graph's symbols (``{"": 64, "T":
+2304}``: 64 + 2304 T bytes; unfused attention also has products, written ``"KV*T"``), so the order of two sizes may depend on the
+symbols. The planner compares them at one representative environment, which only affects how much memory is used: a slot is as large as
+the *maximum* of its members in whichever environment the graph runs, so every assignment it makes is safe for all of them.
 
-Two greedy strategies are tried, in definition order with best fit and in order of decreasing size (Pisarchyk and Lee, "Efficient Memory Management
-for Deep Neural Net Inference", 2020, "shared objects"); the one with the smaller peak is returned.
+Two greedy strategies are tried, in definition order with best fit and in order of decreasing size (Pisarchyk and Lee, "Efficient Memory
+Management for Deep Neural Net Inference", 2020, "shared objects"); the one with the smaller peak is returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def evaluate(form: Affine, env: Mapping[str, int]) -> int:
 class Interval:
     """One value: ``size`` bytes (affine), defined at step ``start``, last read at step ``end`` (inclusive).
 
-    ``inplace_with`` names the value that may hand its buffer over although both are live at ``start`` (its last read is the definition of this one).
+    ``inplace_with`` names the value that may hand its buffer over although both are live at ``start`` (its last read is the definition
+    of this one).
     """
 
     id: Hashable
@@ -123,7 +124,9 @@ def check_plan(intervals: Sequence[Interval], result: Plan) -> None:
         if index is None or not 0 <= index < len(result.slots):
             raise PassError(f"Value {it.label or it.id} has no slot in the memory plan.")
         if not any(_dominates(size, it.size) for size in result.slots[index].sizes):
-            raise PassError(f"Slot {index} ({list(result.slots[index].sizes)} bytes) can be smaller than value {it.label or it.id} ({it.size} bytes).")
+            raise PassError(
+                f"Slot {index} ({list(result.slots[index].sizes)} bytes) can be smaller than value {it.label or it.id} ({it.size} bytes)."
+            )
         members.setdefault(index, []).append(it)
     for index, values in members.items():
         values.sort(key=lambda it: (it.start, it.end))
@@ -148,7 +151,9 @@ def _refuse_malformed(intervals: Sequence[Interval], env: Mapping[str, int]) -> 
             raise PassError(f"Value {what} ends at step {it.end}, before its definition at step {it.start}.")
         for symbol, factor in it.size.items():
             if factor < 0:
-                raise PassError(f"The size of value {what} shrinks with {symbol or 'nothing'} ({it.size}); a buffer needs a size that only grows.")
+                raise PassError(
+                    f"The size of value {what} shrinks with {symbol or 'nothing'} ({it.size}); a buffer needs a size that only grows."
+                )
             for name in filter(None, symbol.split("*")):
                 if name not in env:
                     raise PassError(f"The size of value {what} depends on symbol {name}, which the representative environment lacks.")
@@ -156,7 +161,9 @@ def _refuse_malformed(intervals: Sequence[Interval], env: Mapping[str, int]) -> 
 
 def _hands_over(earlier: Interval, later: Interval) -> bool:
     """May ``later`` be written into the buffer it is computed from?"""
-    return later.inplace_with is not None and later.inplace_with == earlier.id and later.start == earlier.end and later.start > earlier.start
+    return (
+        later.inplace_with is not None and later.inplace_with == earlier.id and later.start == earlier.end and later.start > earlier.start
+    )
 
 
 class _OpenSlot:

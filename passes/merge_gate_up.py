@@ -36,8 +36,8 @@ def _projection(node: Node) -> Node | None:
 class MergeGateUp(Pass):
     """``glu(mul_mat(Wg, x), mul_mat(Wu, x))`` -> one ``mul_mat`` with ``concat(Wg, Wu)`` and two row views.
 
-    Precondition: activations are fused (``fuse-glu``). Postcondition: no ``glu`` reads two products of one activation with 2-D weights of equal dtype that
-    are used nowhere else. Biases stay additions on the views. ``hoist`` evaluates the concatenation.
+    Precondition: activations are fused (``fuse-glu``). Postcondition: no ``glu`` reads two products of one activation with 2-D weights
+    of equal dtype that are used nowhere else. Biases stay additions on the views. ``hoist`` evaluates the concatenation.
     """
 
     name: ClassVar[str] = "merge-gate-up"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from ggufc.ir import IRError, Node
-from ggufc.ir.dims import product
+from ggufc.ir.dims import IntDim
 from ggufc.ir.graph import infer_type
 from ggufc.ir.layout import contiguous_nb
 from ggufc.passes.rules import Rewriter
@@ -40,10 +40,10 @@ def merge(rw: Rewriter, group: Sequence[Node]) -> None:
     for i, weight in enumerate(weights[1:], start=2):
         stacked = rw.add("concat", stacked, weight, dim=1, name=join_names([w.name for w in weights[:i]]))
     merged = rw.add("mul_mat", stacked, x, name=join_names([node.name for node in group]))
-    offset = 0
+    offset: IntDim = 0
     for node in group:
         view = rw.add("view", merged, ne=node.type.ne, nb=contiguous_nb(merged.type.ne), offset=offset, name=node.name, loc=node.loc)
-        offset += product(node.type.ne[:1])
+        offset = offset + node.type.ne[0]
         for user in rw.replace(node, view):
             if not _accepts(rw, user):
                 rw.at = user

@@ -11,7 +11,7 @@ from ggufc.passes.merge_gate_up import gate_up_pairs
 from ggufc.passes.merge_products import is_projection, merge, mergeable
 from ggufc.passes.rules import Rewriter
 
-_PER_TOKEN = frozenset("add sub mul div scale cont cast rms_norm norm rms_norm_mul rope rope_apply".split())
+_PER_TOKEN = frozenset(["add", "sub", "mul", "div", "scale", "cont", "cast", "rms_norm", "norm", "rms_norm_mul", "rope", "rope_apply"])
 """What may lie, besides views, between a projection and the cache its result is written to."""
 
 
@@ -19,9 +19,10 @@ _PER_TOKEN = frozenset("add sub mul div scale cont cast rms_norm norm rms_norm_m
 class MergeQkv(Pass):
     """Products of the activation whose keys or values go into a cache -> one ``mul_mat`` with the concatenated weights and row views.
 
-    Precondition: activations are fused (``fuse-glu``), so that gate and up are recognised as such and left to ``merge-gate-up``. Postcondition: of the projections that share
-    their activation with one that is written to a cache, those of equal weight dtype and row length are one product; files that give v another
-    type than q and k keep it apart. Biases stay additions on the views; a user that needs contiguous rows gets a ``cont``.
+    Precondition: activations are fused (``fuse-glu``), so that gate and up are recognised as such and left to ``merge-gate-up``.
+    Postcondition: of the projections that share their activation with one that is written to a cache, those of equal weight dtype and
+    row length are one product; files that give v another type than q and k keep it apart. Biases stay additions on the views; a user
+    that needs contiguous rows gets a ``cont``.
     """
 
     name: ClassVar[str] = "merge-qkv"

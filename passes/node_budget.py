@@ -18,8 +18,9 @@ ANALYSIS = "node-budget"
 class NodeBudget(Pass):
     """Compare ``graph.analysis["node-estimate"]`` with the nodes there are and store ``{estimate, actual}``.
 
-    Precondition: the estimate is set, or ``required=0`` (the default) accepts its absence, for graphs that come from text. Postcondition: the estimate, where there is one, is at
-    least the actual number; otherwise ``PassError``, since fixed-size storage planned by the estimate would overflow (runtime-cache 4).
+    Precondition: the estimate is set, or ``required=0`` (the default) accepts its absence, for graphs that come from text.
+    Postcondition: the estimate, where there is one, is at least the actual number; otherwise ``PassError``, since fixed-size storage
+    planned by the estimate would overflow (runtime-cache 4).
     """
 
     name: ClassVar[str] = ANALYSIS
@@ -30,7 +31,9 @@ class NodeBudget(Pass):
         actual = len(graph.nodes)
         estimate = graph.analysis.get(ESTIMATE)
         if estimate is None and self.required:
-            raise PassError(f"Graph '{graph.name}' has no node estimate; set graph.analysis['{ESTIMATE}'] or run node-budget without required=1.")
+            raise PassError(
+                f"Graph '{graph.name}' has no node estimate; set graph.analysis['{ESTIMATE}'] or run node-budget without required=1."
+            )
         if estimate is not None and actual > estimate:
             raise PassError(
                 f"Graph '{graph.name}' of architecture '{graph.arch}' has {actual} nodes, more than its estimate of {estimate}; "

@@ -22,11 +22,11 @@ Key: TypeAlias = "dict[str, int | str | bool]"
 class ReuseKey(Pass):
     """Store the canonical reuse key in ``graph.analysis["reuse-key"]``.
 
-    The key holds every observation of the builder, the architecture, graph name and symbols, the type of each cache and the name, kind, type and window of each
-    input. Values that enter through symbols or inputs are not in it: they may differ from run to run.
+    The key holds every observation of the builder, the architecture, graph name and symbols, the type of each cache and the name, kind,
+    type and window of each input. Values that enter through symbols or inputs are not in it: they may differ from run to run.
 
-    Precondition: observations are integers, booleans or strings (a float or object has no canonical form). Postcondition: equal keys mean that the graph may run again;
-    ``check_reuse_key`` accepts the graph.
+    Precondition: observations are integers, booleans or strings (a float or object has no canonical form). Postcondition: equal keys
+    mean that the graph may run again; ``check_reuse_key`` accepts the graph.
     """
 
     name: ClassVar[str] = ANALYSIS
@@ -44,7 +44,9 @@ def reuse_key(graph: Graph) -> Key:
     entries: dict[str, int | str | bool] = {"graph": graph.name, "arch": graph.arch, "symbols": " ".join(graph.symbols)}
     for name, value in graph.analysis.get(OBSERVATIONS, {}).items():
         if not isinstance(value, (bool, int, str)):
-            raise PassError(f"Observation '{name}' of graph '{graph.name}' is {value!r}; the reuse key takes integers, booleans and strings.")
+            raise PassError(
+                f"Observation '{name}' of graph '{graph.name}' is {value!r}; the reuse key takes integers, booleans and strings."
+            )
         entries[f"step.{name}"] = value
     for node in graph.nodes:
         if node.op.name == "cache":
@@ -62,7 +64,9 @@ def check_reuse_key(graph: Graph) -> None:
         raise PassError(f"Graph '{graph.name}' has no reuse key; run the pass {ANALYSIS}.")
     differences = explain(stored, reuse_key(graph))
     if differences:
-        raise PassError(f"The reuse key of graph '{graph.name}' does not describe it ({'; '.join(differences)}); run the pass {ANALYSIS} again.")
+        raise PassError(
+            f"The reuse key of graph '{graph.name}' does not describe it ({'; '.join(differences)}); run the pass {ANALYSIS} again."
+        )
 
 
 def explain(old: Mapping[str, Any] | Iterable[tuple[str, Any]], new: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[str]:

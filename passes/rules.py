@@ -1,8 +1,8 @@
 """Named rewrite rules, patterns and the worklist that applies them.
 
-A rule is a pattern and a function: the function receives what the pattern matched and returns the node that replaces the root, or None to decline. Rule lists are
-tuples, so they add with ``+``. The worklist tries every rule on every node in program order; new nodes and the users of replaced ones are tried
-again until nothing matches.
+A rule is a pattern and a function: the function receives what the pattern matched and returns the node that replaces the root, or None
+to decline. Rule lists are tuples, so they add with ``+``. The worklist tries every rule on every node in program order; new nodes and
+the users of replaced ones are tried again until nothing matches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Body: TypeAlias = "Callable[[Rewriter, Node, Match], Node | None]"
 class Pattern:
     """A tree of operator names.
 
-    ``ops``: accepted operators, empty for any node. ``operands``: patterns of the operands, None for "whatever they are". ``bind``: key of
-    the node in the match; a second occurrence of a key must be the same node. ``once``: the node has exactly one user and is no output, so that it can
-    disappear. ``swap``: the two operands may come in either order.
+    ``ops``: accepted operators, empty for any node. ``operands``: patterns of the operands, None for "whatever they are". ``bind``: key
+    of the node in the match; a second occurrence of a key must be the same node. ``once``: the node has exactly one user and is no
+    output, so that it can disappear. ``swap``: the two operands may come in either order.
     """
 
     ops: tuple[str, ...] = ()
@@ -58,9 +58,7 @@ class Pattern:
         for order in orders:
             result: Match | None = found
             for pattern, operand in zip(self.operands, order):
-                result = pattern._match(rw, operand, result)
-                if result is None:
-                    break
+                result = None if result is None else pattern._match(rw, operand, result)
             if result is not None:
                 return result
         return None
@@ -126,7 +124,9 @@ class Rewriter:
     def is_gone(self, node: Node) -> bool:
         return node in self._gone
 
-    def add(self, op_name: str, *operands: Node | None, name: str = "", loc: str = "", type: TensorType | None = None, **attrs: Any) -> Node:
+    def add(
+        self, op_name: str, *operands: Node | None, name: str = "", loc: str = "", type: TensorType | None = None, **attrs: Any
+    ) -> Node:
         """A new node just before ``at``; name and location default to those of ``at``."""
         if self.at is None:
             raise PassError("Rewriter.add needs an anchor; set 'at' to the node being rewritten.")
@@ -180,7 +180,7 @@ class Rewriter:
                 stack.append(operand)
 
     def commit(self) -> None:
-        """Write the edited node list back: old order, new nodes at their anchors, and operands that a new node needs earlier moved before it."""
+        """Write the edited node list back: old order, new nodes at their anchors, operands that these need earlier moved before them."""
         done: set[Node] = set()
         order: list[Node] = []
         for old in self.graph.nodes:
@@ -241,7 +241,9 @@ def apply_rules(graph: Graph, rules: Iterable[Rule]) -> PassResult:
                 continue
             fuel -= 1
             if fuel < 0:
-                raise PassError(f"Rewriting does not end: rule '{r.name}' still fires at {node!r} after {64 * (len(graph.nodes) + 16)} rewrites.")
+                raise PassError(
+                    f"Rewriting does not end: rule '{r.name}' still fires at {node!r} after {64 * (len(graph.nodes) + 16)} rewrites."
+                )
             counts[r.name] += 1
             touched = rw.replace(node, new)
             for again in (*rw.take_fresh(), new, *touched):

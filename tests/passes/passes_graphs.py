@@ -151,7 +151,7 @@ class Weights(dict[str, np.ndarray]):
 
 
 def step_inputs(g: Graph, n_tokens: int, past: int, n_out: int, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Inputs of one micro-batch of a single sequence of which ``past`` tokens are stored, with cells in scrambled order; and the symbols."""
+    """Inputs of one micro-batch of a sequence of which ``past`` tokens are stored, cells in scrambled order; and the symbols."""
     rng = np.random.default_rng(seed)
     scramble = np.random.default_rng(99).permutation(CELLS).astype(np.int32)
     total = past + n_tokens
@@ -166,9 +166,7 @@ def step_inputs(g: Graph, n_tokens: int, past: int, n_out: int, seed: int) -> tu
             "out_ids": lambda: np.arange(n_tokens - n_out, n_tokens),
             "kv_slots": lambda: scramble[past:total],
             "kv_cells": lambda: scramble[:total],
-            "visible": lambda w=window: np.array(
-                [[0, max(0, p + 1 - w) if w else 0, p + 1] for p in range(past, total)]
-            ),
+            "visible": lambda w=window: np.array([[0, max(0, p + 1 - w) if w else 0, p + 1] for p in range(past, total)]),
         }[node.attrs["kind"]]().astype(np.int32)
     return arrays, {"T": n_tokens, "O": n_out, "C": CELLS, "KV": CELLS, "R": total}
 

@@ -1,7 +1,8 @@
 """No pass changes what a graph computes: logits and cache contents against the unfused graph, through the numpy reference.
 
-Tolerance: the reference computes each operator in float64 and rounds its result to f32 once, so a fusion may only remove roundings: 1e-5 of the largest logit with
-f32 caches. A removed rounding may tip a value to its neighbour in an f16 cache (2^-10 of it), which later logits then see: 1e-3 there.
+Tolerance: the reference computes each operator in float64 and rounds its result to f32 once, so a fusion may only remove roundings:
+1e-5 of the largest logit with f32 caches. A removed rounding may tip a value to its neighbour in an f16 cache (2^-10 of it), which
+later logits then see: 1e-3 there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def assert_same_results(built: Graph, final: Graph, weights: Weights, steps: lis
     for name, before in want_caches.items():
         after = got_caches[name]
         assert before.dtype == after.dtype
-        np.testing.assert_allclose(after.astype(np.float64), before.astype(np.float64), rtol=2e-3 if before.dtype == np.float16 else 1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            after.astype(np.float64), before.astype(np.float64), rtol=2e-3 if before.dtype == np.float16 else 1e-5, atol=1e-5
+        )
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
