@@ -69,7 +69,7 @@ def measure(session: Session, test: Test, repetitions: int, n_batch: int, on_run
                 session.decode(tokens[at : at + n_batch], logits="last" if last else "none")
         else:
             for at in range(test.n_gen):
-                session.decode_view(tokens[at : at + 1])
+                session.decode_view([int(tokens[at])])
         return time.perf_counter_ns() - start
 
     once()

@@ -150,7 +150,7 @@ def _sections(artifact: Artifact) -> list[Data]:
 
 def describe_program(program: fmt.Program, env: Mapping[str, int]) -> Data:
     """One scheduled graph. ``slots`` are its activation buffers, largest first, with what lives in them."""
-    slots = [
+    slots: list[Data] = [
         {
             "slot": index,
             "bytes": max((fmt.evaluate(size, dict(env)) for size in slot.sizes), default=0),

@@ -63,7 +63,7 @@ def read_message() -> str | None:
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  (gives input() a history and editing)
-    lines = []
+    lines: list[str] = []
     while True:
         try:
             line = input("> " if interactive and not lines else "")

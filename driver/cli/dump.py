@@ -60,9 +60,8 @@ def command(
         result = _render(_artifact_graph(path, stage, graph_name), form, layer)
     else:
         compile_options = CompileOptions(target=target, type_k=type_k or "f16", type_v=type_v or "f16", pipeline=passes)
-        result = _text_stage(path, compile_options, stage, graph_name)
-        if result is None:
-            result = _render(_stage_graph(path, compile_options, stage, graph_name), form, layer)
+        code = _text_stage(path, compile_options, stage, graph_name)
+        result = _render(_stage_graph(path, compile_options, stage, graph_name), form, layer) if code is None else code
     if output:
         write_text(output, result)
     else:

@@ -22,6 +22,7 @@ OK, DEFECT, ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 def run(command: click.Command, arguments: Sequence[str]) -> int:
     """Run ``command`` and return the exit code; nothing escapes except tracebacks asked for with ``--debug``."""
+    stdout = sys.stdout
     debug = "--debug" in arguments[:1]
     # SIGTERM unwinds like an exception, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _terminate)
@@ -38,11 +39,11 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
         _say("interrupted", prefix="")
         return INTERRUPTED
     except BrokenPipeError:
-        return _reader_gone(sys.stdout)
+        return _reader_gone(stdout)
     except SystemExit:
-        # click has already met the broken pipe, pacified stdout and chosen to exit with 1.
-        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):
-            return _reader_gone(sys.stdout.wrapped)
+        # click has already met the broken pipe: it put a wrapper around stdout and chose to exit with 1.
+        if sys.stdout is not stdout:
+            return _reader_gone(stdout)
         raise
     except (GgufcError, OSError, UnicodeError, MemoryError) as error:
         if debug:

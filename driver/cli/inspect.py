@@ -53,7 +53,7 @@ def command(
             data["metadata"] = {key: inspection.short_value(file.metadata[key]) for key in file.metadata}
     if is_artifact(path):
         extras = {key: data[key] for key in ("tensors", "metadata") if key in data}
-        data = {**_artifact(path, ctx_size, ubatch_size), **extras}
+        data = _artifact(path, ctx_size, ubatch_size) | extras
     if as_json:
         click.echo(json.dumps(data, indent=2, default=str))
         return
