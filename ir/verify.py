@@ -59,8 +59,8 @@ def _verify_node(g: Graph, n: Node) -> None:
     stated = n.type
     try:
         require_dtype(stated.dtype)
-        attrs = n.op.canonical_attrs(n.attrs)
-        if attrs != n.attrs or list(attrs) != list(n.attrs):
+        # repr tells 1 from 1.0 and a list from a tuple: what is not canonical would print as something else.
+        if repr(n.op.canonical_attrs(n.attrs)) != repr(n.attrs):
             raise IRError(f"{n.op.name}: attributes are not in canonical form; create nodes with Graph.add.")
         infer_type(n, stated)
         _check_size(stated)

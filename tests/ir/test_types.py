@@ -50,5 +50,5 @@ def test_parse_refuses_other_text(text):
 
 
 def test_unknown_dtype_lists_the_known_ones():
-    with pytest.raises(IRError, match="'q9_9' is unknown; known dtypes: .*q4_0"):
+    with pytest.raises(IRError, match=r"'q9_9' is unknown; known dtypes: .*q4_0"):
         require_dtype("q9_9")
