@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import click
 import numpy as np
+
 from ggufc.codegen.cpu import driver, image, objectcode
 from ggufc.codegen.cpu.target import Target, resolve
 from ggufc.codegen.emitter import I32, Emitter, vec
@@ -133,9 +134,9 @@ def random_weight(rng: np.random.Generator, spec: MatMul) -> np.ndarray:
         packed.reshape(-1, fmt.size)[:, -1] = one
         return packed
     packed[:] = rng.integers(0, 256, packed.size, np.uint8)
-    groups = packed.reshape(-1, fmt.group_bytes(spec.k))
-    for at in range(spec.k // 32 * fmt.code_bytes, groups.shape[1], 2):
-        groups[:, at + 1] = 0x34
+    size, m = fmt.chunk_bytes(spec.k), fmt.chunk_blocks(spec.k)
+    groups = packed.reshape(-1, fmt.group_bytes(spec.k))[:, : spec.k // 32 // m * size]
+    groups.reshape(len(groups), -1, size)[:, :, 1 : fmt.chunk_head(spec.k) : 2] = 0x34
     return packed
 
 

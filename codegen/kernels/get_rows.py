@@ -8,7 +8,7 @@ from typing import ClassVar
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, I8, I32, Emitter, Value, vec
 from ggufc.codegen.weights import weight_format
-from ggufc.codegen.weights.base import ROWS, WeightFormat
+from ggufc.codegen.weights.base import ROWS, Cursor, WeightFormat
 from ggufc.codegen.weights.floats import FloatFormat
 
 
@@ -43,13 +43,15 @@ class GetRows:
             with e.for_range(0, self.k, name="k") as k:
                 e.store(b.extract_element(fmt.column(e, group, k, part), lane), e.at(out, k, 4))
         else:
-            with e.for_range(0, self.k // 32, name="k") as i:
-                self._block(e, fmt, group, i, part, lane, e.at(out, i, 128))
+            m = fmt.chunk_blocks(self.k)
+            with e.for_range(0, self.k // 32 // m, name="chunk") as chunk, e.for_range(0, m, name="block") as j:
+                cursor = fmt.cursor(e, group, self.k, chunk, j, part)
+                self._block(e, fmt, cursor, lane, e.at(out, b.add(b.mul(chunk, e.i64(m)), j), 128))
         e.ret()
 
-    def _block(self, e: Emitter, fmt: WeightFormat, group: Value, i: Value, part: Value, lane: Value, out: Value) -> None:
+    def _block(self, e: Emitter, fmt: WeightFormat, cursor: Cursor, lane: Value, out: Value) -> None:
         b = e.b
-        u = fmt.unpack(e, fmt.cursor(e, group, self.k, i, part))
+        u = fmt.unpack(e, cursor)
         for q, quad in enumerate(u.quads):
             g = q * len(u.scales) // 8
             codes = b.zext(b.bitcast(b.extract_element(quad, lane), vec(I8, 4)), vec(I32, 4))

@@ -9,14 +9,15 @@ with exact integer sums. ``direct`` unpacks weights in registers, ``panel`` read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ggufc.codegen.emitter import F32, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import F32, I32, Emitter, Value, Var, vec
 from ggufc.codegen.weights.activations import q8_record
 from ggufc.codegen.weights.base import Cursor, Unpacked, WeightFormat, load_f32, load_word
 
-_PREFETCH = 1024
-"""How far ahead of the code plane the direct path asks for cache lines: hides the start of each group."""
+_UNROLL = 4
+"""Chunks of up to this many blocks are unrolled."""
 
 
 @dataclass
@@ -44,42 +45,45 @@ class Int8Product:
 
     def direct(self, e: Emitter, group: Value, part: int | Value, x: Value, tokens: int) -> list[Value]:
         """Accumulators, one vector of rows per token, of ``tokens`` consecutive records at ``x``."""
+        acc = self._accumulators(e, tokens)
+        for i, cursor in self._walk(e, group, part):
+            self._block(e, self.format.unpack(e, cursor), x, i, acc, self.format.offset)
+        return [a.get() for a in acc]
 
-        def block(i: Value) -> Unpacked:
-            cursor = self.format.cursor(e, group, self.k, i, part)
-            self._prefetch(e, cursor)
-            return self.format.unpack(e, cursor)
-
-        return self._accumulate(e, block, x, tokens, self.format.offset)
-
-    def _prefetch(self, e: Emitter, cursor: Cursor) -> None:
-        for line in range(0, self.format.code_bytes, 64):
-            e.prefetch(e.gep(cursor.codes, _PREFETCH + line), locality=3)
+    def _walk(self, e: Emitter, group: Value, part: int | Value) -> Iterator[tuple[Value, Cursor]]:
+        """Inside emitted loops over the group: (number of the block of 32 columns, its addresses)."""
+        m = self.format.chunk_blocks(self.k)
+        with e.for_range(0, self.blocks // m, name="chunk") as chunk:
+            first = e.b.mul(chunk, e.i64(m))
+            if m <= _UNROLL:
+                for j in range(m):
+                    yield e.b.add(first, e.i64(j)), self.format.cursor(e, group, self.k, chunk, j, part)
+            else:
+                with e.for_range(0, m, name="block") as j:
+                    yield e.b.add(first, j), self.format.cursor(e, group, self.k, chunk, j, part)
 
     def from_panel(self, e: Emitter, panel: Value, part: int | Value, x: Value, tokens: int) -> list[Value]:
         """As ``direct``, from a group unpacked by ``fill_panel``."""
-        return self._accumulate(e, lambda i: self.panel.read(e, panel, i, part), x, tokens, self.panel.offset(e))
+        acc = self._accumulators(e, tokens)
+        with e.for_range(0, self.blocks, name="k") as i:
+            self._block(e, self.panel.read(e, panel, i, part), x, i, acc, self.panel.offset(e))
+        return [a.get() for a in acc]
 
     def fill_panel(self, e: Emitter, group: Value, panel: Value) -> None:
         """Unpack one group."""
-        parts = 16 // e.target.lanes
-        with e.for_range(0, self.blocks, name="unpack") as i:
-            for part in range(parts):
-                u = self.format.unpack(e, self.format.cursor(e, group, self.k, i, part))
-                self.panel.write(e, panel, i, part, u, self.format.offset)
+        for part in range(16 // e.target.lanes):
+            for i, cursor in self._walk(e, group, part):
+                self.panel.write(e, panel, i, part, self.format.unpack(e, cursor), self.format.offset)
 
-    def _accumulate(self, e: Emitter, block, x: Value, tokens: int, offset: int) -> list[Value]:  # type: ignore[no-untyped-def]
-        lanes = e.target.lanes
-        floats = vec(F32, lanes)
-        acc = [e.var(floats, e.const(floats, 0)) for _ in range(tokens)]
-        stride = self.stride()
-        with e.for_range(0, self.blocks, name="k") as i:
-            u = block(i)
-            for t in range(tokens):
-                self._block_of_token(e, u, e.gep(x, t * stride), i, acc[t], offset)
-        return [a.get() for a in acc]
+    def _accumulators(self, e: Emitter, tokens: int) -> list[Var]:
+        floats = vec(F32, e.target.lanes)
+        return [e.var(floats, e.const(floats, 0)) for _ in range(tokens)]
 
-    def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc, offset: int) -> None:  # type: ignore[no-untyped-def]
+    def _block(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: list[Var], offset: int) -> None:
+        for t, a in enumerate(acc):
+            self._block_of_token(e, u, e.gep(x, t * self.stride()), i, a, offset)
+
+    def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
         b, lanes = e.b, e.target.lanes
         ints, floats = vec(I32, lanes), vec(F32, lanes)
         at = q8_record(self.k)

@@ -1,18 +1,17 @@
 """What a weight format is: an interleaved layout made at compile time, and the code that unpacks it.
 
-Rows are taken in groups of 16 (the last group is padded with zero rows). A group of K columns is three planes one after the other, so that the wide plane stays
-aligned to cache lines:
+Rows are taken in groups of 16 (the last group is padded with zero rows). A group is a sequence of *chunks* of M blocks of 32 columns. A chunk holds, in this order,
 
-    codes   K/32 blocks of ``code_bytes``:  words of 4 bytes, [word][16 rows]
-    scales  K/32 blocks of ``scale_bytes``: fields, [field][16 rows]
-    supers  K/256 blocks of ``super_bytes`` (K types): fields, [field][16 rows]
+    ``super_bytes`` (K types, M = 8): fields, [field][16 rows]
+    M times ``scale_bytes``: fields, [field][16 rows]
+    M times ``code_bytes``:  words of 4 bytes, [word][16 rows]
 
-A vector of a word or field over the rows is one load on every level: targets with fewer than 16 lanes take a *part* of the 16 rows.
+A vector of a word or field over the rows is one load on every level: targets with fewer than 16 lanes take a *part* of the 16 rows. M is chosen so that codes stay
+aligned to cache lines, and memory is read strictly in order: a product is one stream that the hardware prefetches, across groups and tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,12 +24,6 @@ from ggufc.formats.ggml_types import row_bytes, type_by_name
 
 ROWS = 16
 """Rows of a group."""
-
-CHUNK_VALUES = 1 << 21
-"""Values repacked at a time: bounds the memory of a compilation."""
-
-RowSource = Callable[[int, int], np.ndarray]
-"""``source(start, stop)`` gives the raw bytes of these rows, uint8 [stop - start, row_bytes]."""
 
 
 @dataclass
@@ -91,14 +84,27 @@ class WeightFormat:
         if k <= 0 or k % self.columns:
             raise CodegenError(f"a {self.type_name} weight cannot have rows of {k} values: its blocks hold {self.columns}")
 
-    def _offsets(self, k: int) -> tuple[int, int, int]:
-        codes = k // 32 * self.code_bytes
-        scales = codes + k // 32 * self.scale_bytes
-        return codes, scales, scales + k // 256 * self.super_bytes
+    def chunk_blocks(self, k: int) -> int:
+        """M, the blocks of 32 columns in a chunk: the fewest whose scales fill cache lines, if K allows."""
+        if self.super_bytes:
+            return 8
+        m = 1
+        while m * self.scale_bytes % 64 and k // 32 % (2 * m) == 0:
+            m *= 2
+        return m
+
+    def chunk_head(self, k: int) -> int:
+        """Bytes of a chunk before its codes."""
+        size = self.super_bytes + self.chunk_blocks(k) * self.scale_bytes
+        return (size + 63) // 64 * 64 if self.super_bytes else size
+
+    def chunk_bytes(self, k: int) -> int:
+        """Bytes of a chunk of 16 rows."""
+        return self.chunk_head(k) + self.chunk_blocks(k) * self.code_bytes
 
     def group_bytes(self, k: int) -> int:
         """Bytes of 16 rows of ``k`` columns, a multiple of 64."""
-        return (self._offsets(k)[2] + 63) // 64 * 64
+        return (k // 32 // self.chunk_blocks(k) * self.chunk_bytes(k) + 63) // 64 * 64
 
     def packed_bytes(self, k: int, n: int) -> int:
         """Bytes of ``n`` repacked rows."""
@@ -119,12 +125,16 @@ class WeightFormat:
         groups = len(raw) // ROWS
         out = np.zeros((groups, self.group_bytes(k)), np.uint8)
         planes = self.planes(raw, k)
-        end_codes, end_scales, end_supers = self._offsets(k)
-        n_words = self.code_bytes // 64
-        words = planes.words.reshape(groups, ROWS, k // 32, n_words)
-        out[:, :end_codes].view(np.uint32).reshape(groups, k // 32, n_words, ROWS)[...] = words.transpose(0, 2, 3, 1)
-        _interleave(out[:, end_codes:end_scales], planes.scales, groups, k // 32)
-        _interleave(out[:, end_scales:end_supers], planes.supers, groups, k // 256)
+        m, size = self.chunk_blocks(k), self.chunk_bytes(k)
+        n_chunks, n_words = k // 32 // m, self.code_bytes // 64
+        chunks = out[:, : n_chunks * size].reshape(groups, n_chunks, size)
+        words = planes.words.reshape(groups, ROWS, n_chunks, m, n_words)
+        scales_end = self.super_bytes + m * self.scale_bytes
+        _interleave(chunks[:, :, : self.super_bytes].reshape(groups, n_chunks, 1, self.super_bytes), planes.supers)
+        scales = chunks[:, :, self.super_bytes : scales_end].reshape(groups, n_chunks, m, self.scale_bytes)
+        _interleave(scales, planes.scales)
+        codes = chunks[:, :, self.chunk_head(k) :].view(np.uint32).reshape(groups, n_chunks, m, n_words, ROWS)
+        codes[...] = words.transpose(0, 2, 3, 4, 1)
         return out.reshape(-1)
 
     def _padded(self, raw: np.ndarray, k: int) -> np.ndarray:
@@ -137,44 +147,26 @@ class WeightFormat:
             raw = np.concatenate([raw, np.zeros((missing, want), np.uint8)])
         return np.ascontiguousarray(raw)
 
-    def repack_chunks(self, source: RowSource, k: int, n: int) -> Iterator[np.ndarray]:
-        """The repacked form of ``n`` rows in pieces of bounded size, in order."""
-        step = max(1, CHUNK_VALUES // (k * ROWS)) * ROWS
-        for start in range(0, n, step):
-            yield self.repack(source(start, min(n, start + step)), k)
-
-    def repack_glu_chunks(self, gate: RowSource, up: RowSource, k: int, n: int) -> Iterator[np.ndarray]:
-        """Two weights of ``n`` rows each, their groups alternating: gate group, up group."""
-        step = max(1, CHUNK_VALUES // (2 * k * ROWS)) * ROWS
-        size = self.group_bytes(k)
-        for start in range(0, n, step):
-            pair = [self.repack(s(start, min(n, start + step)), k).reshape(-1, size) for s in (gate, up)]
-            yield np.stack(pair, axis=1).reshape(-1)
-
     # -- emitters ----------------------------------------------------------------------------------------------------
 
-    def cursor(self, e: Emitter, group: Value, k: int, block: Value, part: Value | int) -> Cursor:
-        """Addresses of 32-column block ``block`` (i64) of the group at ``group``."""
-        codes_end, scales_end, _ = self._offsets(k)
-        supers = group
-        if self.super_bytes:
-            supers = e.at(e.gep(group, scales_end), e.b.lshr(block, e.i64(3)), self.super_bytes)
-        return Cursor(e.at(group, block, self.code_bytes), e.at(e.gep(group, codes_end), block, self.scale_bytes), supers, part)
+    def cursor(self, e: Emitter, group: Value, k: int, chunk: Value, block: Value | int, part: Value | int) -> Cursor:
+        """Addresses of 32-column block ``block`` of chunk ``chunk`` (i64) of the group at ``group``."""
+        start = e.at(group, chunk, self.chunk_bytes(k))
+        scales, codes = e.gep(start, self.super_bytes), e.gep(start, self.chunk_head(k))
+        return Cursor(e.at(codes, block, self.code_bytes), e.at(scales, block, self.scale_bytes), start, part)
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
         """Code that brings one block into registers."""
         raise NotImplementedError
 
 
-def _interleave(out: np.ndarray, fields: tuple[np.ndarray, ...], groups: int, blocks: int) -> None:
-    if not fields:
-        return
-    view = out.reshape(groups, blocks, -1)
+def _interleave(out: np.ndarray, fields: tuple[np.ndarray, ...]) -> None:
+    """Write fields [R, chunks * blocks] to ``out`` uint8 [groups, chunks, blocks, bytes], the 16 rows of a group side by side."""
     at = 0
-    for field in fields:
-        size = field.dtype.itemsize
-        rows = np.ascontiguousarray(field.reshape(groups, ROWS, blocks).transpose(0, 2, 1))
-        view[:, :, at : at + ROWS * size] = rows.view(np.uint8).reshape(groups, blocks, ROWS * size)
+    for values in fields:
+        size = values.dtype.itemsize
+        rows = np.ascontiguousarray(values.reshape(out.shape[0], ROWS, out.shape[1], out.shape[2]).transpose(0, 2, 3, 1))
+        out[:, :, :, at : at + ROWS * size] = rows.view(np.uint8).reshape(*out.shape[:3], ROWS * size)
         at += ROWS * size
 
 
