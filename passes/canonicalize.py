@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ggufc.ir import IRError, Node
 from ggufc.ir.layout import Layout, is_contiguous, layout, reshape_layout, root
+from ggufc.ir.ops.cache import is_version
 from ggufc.passes.base import RulePass
 from ggufc.passes.rules import Match, Rewriter, Rule, any_node, op, rule
 
@@ -71,8 +72,7 @@ def do_permute_of_permute(rw: Rewriter, node: Node, m: Match) -> Node:
 @rule("cont-of-contiguous", op("cont", any_node("x")))
 def do_cont(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """A copy of what is contiguous already. A copy out of a cache stays: it may have to outlive the next write."""
-    owner = root(m["x"]).op
-    if owner.name == "cache" or owner.writes_cache or not is_contiguous(m["x"]):
+    if is_version(root(m["x"])) or not is_contiguous(m["x"]):
         return None
     return m["x"]
 
@@ -81,8 +81,7 @@ def do_cont(rw: Rewriter, node: Node, m: Match) -> Node | None:
 def do_cast(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """A cast to the dtype the operand has, if no copy out of a cache is meant."""
     x = m["x"]
-    owner = root(x).op
-    if x.dtype != node.dtype or owner.name == "cache" or owner.writes_cache or (x.type.quantised and not is_contiguous(x)):
+    if x.dtype != node.dtype or is_version(root(x)) or (x.type.quantised and not is_contiguous(x)):
         return None
     return contiguous(rw, x)
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ggufc.ir import Node
 from ggufc.ir.dims import IntDim
 from ggufc.ir.layout import layout
+from ggufc.ir.ops.cache import is_version
 from ggufc.passes.base import RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
 from ggufc.passes.rules import Match, Pattern, Rewriter, Rule, any_node, op, rule
@@ -82,7 +83,10 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
     """
     found = layout(view)
     cache = found.root
-    if cache.op.name != "cache" and not cache.op.writes_cache:
+    if cache.op.name == "cast" and cache.dtype == "f32":
+        # Builders decode quantised values before they view them column by column; the fused operator decodes rows as it reads them.
+        cache = cache.operands[0]
+    if not is_version(cache):
         return None
     row = cache.type.ne[0]
     ne = (*found.ne, 1, 1)[:4]
@@ -101,9 +105,9 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
 class FuseAttention(RulePass):
     """The unfused attention sequence with a ``kq_mask`` -> ``flash_attn`` over the cell lists.
 
-    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype) and the mask comes from ``kq_mask``.
-    Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads the
-    padded ``KV``, so a graph in which all attention is fused serves every number of visible cells.
+    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype, or decoded to f32) and the mask comes
+    from ``kq_mask``. Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn``
+    never reads the padded ``KV``, so a graph in which all attention is fused serves every number of visible cells.
     """
 
     name: ClassVar[str] = "fuse-attention"

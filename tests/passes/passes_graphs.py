@@ -87,6 +87,8 @@ def tiny_model(m: Tiny) -> Graph:
         k_rows = g.add("reshape", k, name=f"{p}.attn_k.rows", ne=(d * kv, T))
         kc = g.add("set_rows", g.cache(f"{p}.k", TensorType(m.cache, (d * kv, C))), k_rows, slots, name=f"{p}.k.store")
         vc = g.add("set_rows", g.cache(f"{p}.v", TensorType(m.cache, (d * kv, C))), v, slots, name=f"{p}.v.store")
+        if vc.type.quantised:
+            vc = g.add("cast", vc, name=f"{p}.v.f32", dtype="f32")
         kk = g.add("view", kc, name=f"{p}.k.view", ne=(d, KV, kv), nb=(1, d * kv, d))
         vv = g.add("view", vc, name=f"{p}.v.view", ne=(KV, d, kv), nb=(d * kv, 1, d))
         scores = g.add("mul_mat", kk, g.add("permute", q, name=f"{p}.q.permuted", axes=(0, 2, 1, 3)), name=f"{p}.kq")
@@ -118,7 +120,7 @@ def tiny_model(m: Tiny) -> Graph:
 def tiny_models(draw: st.DrawFn) -> Tiny:
     """Transformers over the whole range of options."""
     # D*H is a multiple of 32, so that the output projection may be quantised
-    heads, kv_heads, head_dim = draw(st.sampled_from([(1, 1, 32), (2, 1, 16), (2, 2, 16), (4, 2, 8), (4, 1, 8), (8, 2, 4)]))
+    heads, kv_heads, head_dim = draw(st.sampled_from([(1, 1, 32), (2, 1, 32), (2, 1, 16), (2, 2, 16), (4, 2, 8), (4, 1, 8), (8, 2, 4)]))
     return Tiny(
         layers=draw(st.integers(1, 2)),
         heads=heads,
@@ -126,7 +128,7 @@ def tiny_models(draw: st.DrawFn) -> Tiny:
         head_dim=head_dim,
         dtype=draw(st.sampled_from(["f32", "f16", "q8_0", "q4_0"])),
         v_dtype=draw(st.sampled_from(["", "f16"])),
-        cache=draw(st.sampled_from(["f16", "f32"])),
+        cache=draw(st.sampled_from(["f16", "f32"] if head_dim < 32 else ["f16", "f32", "q8_0"])),
         act=draw(st.sampled_from(["silu", "gelu"])),
         bias=draw(st.booleans()),
         head_norms=draw(st.booleans()),

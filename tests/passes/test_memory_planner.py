@@ -27,7 +27,7 @@ def interval_lists(draw: st.DrawFn) -> list[Interval]:
     return result
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(interval_lists(), st.dictionaries(st.sampled_from(["T", "O", "C"]), st.integers(0, 500), min_size=3))
 def test_live_values_never_share_a_slot(intervals: list[Interval], env: dict[str, int]) -> None:
     result = plan(intervals, ENV)
@@ -41,7 +41,7 @@ def test_live_values_never_share_a_slot(intervals: list[Interval], env: dict[str
     assert result.peak(env) == sum(holder.bytes for holder in result.holders(env))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(interval_lists())
 def test_without_inplace_the_peak_is_between_the_live_bytes_and_the_sum(intervals: list[Interval]) -> None:
     intervals = [dataclasses.replace(it, inplace_with=None) for it in intervals]

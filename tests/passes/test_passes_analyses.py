@@ -19,7 +19,7 @@ HEAD = Sym("head")
 
 
 def moving_graph(dtype: str = "f16", caches: tuple[str, ...] = ("blk.0.k", "blk.0.v", "blk.0.idx")) -> Graph:
-    """Writes as the engine spells them: cpy into the T rows from ``head`` on, one per cache; the third is the one that was once forgotten."""
+    """Writes into the T rows from ``head`` on, one per cache; the third is the kind that was once forgotten (runtime-cache 3.4)."""
     g = Graph("decode", "test", (*SYMBOLS, "head"))
     x = g.input("embd", "embd", f32(32, T))
     for name in caches:

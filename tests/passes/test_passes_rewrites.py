@@ -303,6 +303,20 @@ def test_fuse_attention_with_softcap(between: str, scale: float, softcap: float)
     assert attention_counts(text.replace("{s = 0.25}", "{s = 0.25, b = 1.0}")) == ({} if "0.25" in text else {"flash-attention-softcap": 1})
 
 
+def test_fuse_attention_sees_through_the_decoding_of_quantised_values() -> None:
+    text = ATTENTION.replace(
+        '%v = cache "blk.0.v" : f16[16, C]', '%w = cache "blk.0.v" : q8_0[16, C]\n  %v = cast(%w) {dtype = "f32"} : f32[16, C]'
+    )
+    text = text.replace("f16[KV, 8, 2]", "f32[KV, 8, 2]").replace("16, C]", "64, C]").replace("[16, 1, 8]", "[64, 1, 32]")
+    text = text.replace("[1, 16, 8]", "[1, 64, 32]").replace("[8, 4, T]", "[32, 1, T]").replace("[8, KV, 2]", "[32, KV, 2]")
+    text = text.replace("[KV, 8, 2]", "[KV, 32, 2]").replace("[8, T, 4]", "[32, T, 4]")
+    text = text.replace("[32, 1, T]", "[32, 4, T]").replace("f32[32, T]", "f32[128, T]")
+    assert attention_counts(text) == {"flash-attention": 1}
+    # a cast that rounds is not a decoding
+    rounded = text.replace('{dtype = "f32"} : f32[64, C]', '{dtype = "f16"} : f16[64, C]').replace("f32[KV, 32, 2]", "f16[KV, 32, 2]")
+    assert attention_counts(rounded) == {}
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_fuse_attention_does_not_look_at_the_cache_type(dtype: str) -> None:
     assert attention_counts(ATTENTION.replace("f16", dtype)) == {"flash-attention": 1}
