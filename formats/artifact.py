@@ -29,7 +29,7 @@ def evaluate(form: Affine, env: dict[str, int]) -> int:
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A piece of the activation arena; ``sizes`` are alternatives in bytes, the largest counts. ``holders`` name the values that live in it."""
+    """A piece of the activation arena; ``sizes`` are alternatives in bytes, the largest counts. ``holders`` name the values in it."""
 
     sizes: list[Affine]
     holders: list[str] = []
@@ -64,7 +64,8 @@ class Cache(msgspec.Struct, frozen=True):
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):
     """One kernel argument.
 
-    ``kind``: ``weight`` (name, byte offset), ``slot`` (index, byte offset), ``input``/``output``/``cache`` (name), ``int`` (value), ``null``.
+    ``kind``: ``weight`` (name, byte offset), ``slot`` (index, byte offset), ``input``, ``output`` or ``cache`` (name), ``int`` (value),
+    ``null``.
     """
 
     kind: str
