@@ -24,12 +24,12 @@ class _Architecture(msgspec.Struct, frozen=True, rename=lambda field: field.repl
     context_length: _Count | msgspec.UnsetType = msgspec.UNSET
     embedding_length: _Count | msgspec.UnsetType = msgspec.UNSET
     vocab_size: _Count | msgspec.UnsetType = msgspec.UNSET
-    feed_forward_length: _Count | list[_Size] | msgspec.UnsetType = msgspec.UNSET
+    feed_forward_length: _Size | list[_Size] | msgspec.UnsetType = msgspec.UNSET
     attention__head_count: _Count | list[_Size] | msgspec.UnsetType = msgspec.UNSET
     attention__head_count_kv: _Size | list[_Size] | msgspec.UnsetType = msgspec.UNSET
     attention__key_length: _Count | msgspec.UnsetType = msgspec.UNSET
     attention__value_length: _Count | msgspec.UnsetType = msgspec.UNSET
-    rope__dimension_count: _Count | msgspec.UnsetType = msgspec.UNSET
+    rope__dimension_count: _Size | msgspec.UnsetType = msgspec.UNSET
     expert_count: _Size | msgspec.UnsetType = msgspec.UNSET
     expert_used_count: _Size | msgspec.UnsetType = msgspec.UNSET
 
