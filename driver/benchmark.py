@@ -118,7 +118,7 @@ def render(rows: Sequence[Row], form: str) -> str:
     table = [header, *(_cells(r) for r in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in table]
-    rule = "| " + " | ".join("-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
+    rule = "| " + " | ".join("-" * width if i in {0, 3} else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 

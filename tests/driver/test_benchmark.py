@@ -1,0 +1,97 @@
+"""Measuring: llama-bench's formats, and the comparison script with stand-in engines."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from ggufc import benchmark
+from ggufc.errors import DriverError
+
+FACTS = {"model_type": "llama 1.00 M Q4_0", "model_size": 1 << 20, "model_n_params": 10**6, "backends": "CPU x", "n_threads": 2}
+
+
+@pytest.mark.parametrize(("text", "values"), [("512", [512]), ("1,2", [1, 2]), ("1-3,8", [1, 2, 3, 8]), ("0", [0])])
+def test_counts(text: str, values: list[int]) -> None:
+    assert benchmark.parse_counts(text, "-p") == values
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1,,2", "1-999999"])
+def test_malformed_counts_name_the_option(text: str) -> None:
+    with pytest.raises(DriverError, match="-p"):
+        benchmark.parse_counts(text, "-p")
+
+
+def test_rows_have_llama_bench_names_and_statistics() -> None:
+    row = benchmark.row(benchmark.Test(512, 0), [10**9, 2 * 10**9], FACTS)
+    assert row["avg_ns"] == 1.5e9 and row["samples_ts"] == [512.0, 256.0]
+    assert row["avg_ts"] == 384.0 and row["stddev_ts"] == pytest.approx(181.019336)
+    assert benchmark.row(benchmark.Test(0, 4), [10**9], FACTS)["stddev_ts"] == 0
+
+
+def test_formats() -> None:
+    rows = [benchmark.row(benchmark.Test(512, 0), [10**9], FACTS), benchmark.row(benchmark.Test(0, 128), [10**9], FACTS)]
+    assert json.loads(benchmark.render(rows, "json")) == rows
+    table = list(csv.DictReader(io.StringIO(benchmark.render(rows, "csv"))))
+    assert [row["n_gen"] for row in table] == ["0", "128"]
+    lines = benchmark.render(rows, "md").splitlines()
+    assert len({len(line) for line in lines}) == 1, "columns line up"
+    assert lines[2] == "| llama 1.00 M Q4_0 | 1.0 MiB | 1.00 M | CPU x   | 2       | pp512 | 512.00 ± 0.00 |"
+    with pytest.raises(DriverError, match="md, json, csv"):
+        benchmark.render(rows, "xml")
+
+
+def test_profiles_add_up_by_kernel() -> None:
+    lines = benchmark.profile_lines([("a", 1.0), ("b", 6.0), ("a", 3.0)])
+    assert lines == [" 60.0 %      1 launches  b", " 40.0 %      2 launches  a"]
+    assert benchmark.profile_lines([(str(i), 1.0) for i in range(5)], limit=2)[-1].strip() == "3 more kernels"
+
+
+@pytest.fixture(scope="module")
+def compare():
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "compare.py"
+    spec = importlib.util.spec_from_file_location("compare", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine(folder: Path, speed: float, log: str = "") -> Path:
+    """A stand-in for llama-bench: prints one pp and one tg row."""
+    path = folder / "llama-bench"
+    rows = [{"n_prompt": 512, "n_gen": 0, "avg_ts": speed}, {"n_prompt": 0, "n_gen": 128, "avg_ts": speed / 10}]
+    folder.mkdir()
+    path.write_text(f"#!{sys.executable}\nprint({log!r}, end='')\nprint({json.dumps(rows, indent=2)!r})\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_compare_alternates_and_prints_medians_and_ratios(compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = compare.Engine("ggufc", (str(engine(tmp_path / "own", 300.0)),))
+    peer = compare.parse_peer(f"ik={engine(tmp_path / 'peer', 200.0, log='loading [x]' + chr(10))}", [])
+    speeds = compare.compare([own, peer], "m.gguf", "512", "128", [1, 2], 2, 60)
+    order = [line.rsplit(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+    assert order == ["ggufc", "ik", "ggufc", "ik", "ik", "ggufc", "ik", "ggufc"]
+    lines = compare.table(speeds, ["ggufc", "ik"]).splitlines()
+    assert lines[0] == "| test | threads | ggufc | ik | ggufc / ik |"
+    assert lines[2] == "| pp512 | 1 | 300.0 (300.0-300.0) | 200.0 (200.0-200.0) | 1.50 |"
+    assert len(lines) == 2 + 4
+
+
+def test_compare_names_what_is_missing(compare, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no such program"):
+        compare.parse_peer("x=/no/such/llama-bench", [])
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho unknown model >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(SystemExit, match="ended with 3: unknown model"):
+        list(compare.Engine("peer", (str(broken),)).measure("m", "1", "1", 1, 10))

@@ -1,0 +1,147 @@
+"""dump, opt and inspect: what a model becomes, at every stage."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from ggufc.errors import DriverError
+from ggufc.inspection import affine_text, short_value
+from ggufc.ir import IRError, parse_graph, print_graph
+from ggufc.passes import PassError
+
+
+def test_every_graph_stage_prints_text_that_parses_back(invoke, text_model: Path) -> None:
+    for stage in ("built", "after:fuse-attention", "final"):
+        text = invoke("dump", text_model, "--stage", stage).stdout
+        assert print_graph(parse_graph(text)) == text
+    assert "soft_max" in invoke("dump", text_model, "--stage", "built").stdout
+    assert "flash_attn" in text and "soft_max" not in text
+
+
+def test_the_artifact_holds_the_final_graph(invoke, text_model: Path, artifact: Path) -> None:
+    for graph in ("eval", "eval_embd"):
+        assert invoke("dump", artifact, "--graph", graph).stdout == invoke("dump", text_model, "--graph", graph).stdout
+    with pytest.raises(DriverError, match="final graphs only"):
+        invoke("dump", artifact, "--stage", "built")
+
+
+def test_code_stages(invoke, text_model: Path) -> None:
+    assert "blk.0." in invoke("dump", text_model, "--stage", "schedule").stdout
+    assert "define " in invoke("dump", text_model, "--stage", "llvm", "--target", "x86-64").stdout
+    assert ".text" in invoke("dump", text_model, "--stage", "asm", "--target", "x86-64").stdout
+    with pytest.raises(DriverError, match="plain text"):
+        invoke("dump", text_model, "--stage", "asm", "--format", "svg")
+
+
+@pytest.mark.parametrize(("form", "start"), [("json", "{"), ("dot", "digraph"), ("svg", "<svg"), ("csv", "id,op"), ("html", "<!DOCTYPE")])
+def test_other_formats(invoke, text_model: Path, tmp_path: Path, form: str, start: str) -> None:
+    output = tmp_path / f"graph.{form}"
+    assert invoke("dump", text_model, "--format", form, "-o", output).stdout == ""
+    assert output.read_text().startswith(start)
+    if form != "json":
+        assert invoke("dump", text_model, "--format", form, "--layer", 1).stdout.startswith(start)
+
+
+def test_one_layer(invoke, text_model: Path) -> None:
+    text = invoke("dump", text_model, "--stage", "built", "--layer", 1).stdout
+    assert "blk.1.attn_q" in text and "blk.0.attn_q" not in text
+    whole = invoke("dump", text_model, "--stage", "built").stdout
+    line = next(line for line in text.splitlines() if "blk.1.attn_norm.weight" in line)
+    assert line in whole, "nodes keep their numbers"
+    rows = list(csv.DictReader(io.StringIO(invoke("dump", text_model, "--stage", "built", "--layer", 1, "--format", "csv").stdout)))
+    assert 0 < len(rows) == len(text.splitlines()) - 1
+    with pytest.raises(DriverError, match="it has layers 0 to 1"):
+        invoke("dump", text_model, "--layer", 2)
+    with pytest.raises(DriverError, match="whole graph"):
+        invoke("dump", text_model, "--layer", 1, "--format", "json")
+
+
+def test_unknown_stages_list_the_known_ones(invoke, text_model: Path) -> None:
+    with pytest.raises(DriverError, match=r"built, after:canonicalize, .*final, schedule, llvm, asm"):
+        invoke("dump", text_model, "--stage", "after:nothing")
+
+
+def test_opt_runs_passes_over_text(invoke, text_model: Path, tmp_path: Path) -> None:
+    built = invoke("dump", text_model, "--stage", "built").stdout
+    assert invoke("opt", input=built).stdout == built
+    result = invoke("opt", "--passes", "canonicalize,fuse-norm", "--print-after", "fuse-norm", "--time", input=built)
+    assert "rms_norm_mul" in result.stdout and print_graph(parse_graph(result.stdout)) == result.stdout
+    assert "# after fuse-norm" in result.stderr and "nodes" in result.stderr
+    (tmp_path / "graph.ggir").write_text(built)
+    invoke("opt", tmp_path / "graph.ggir", "--passes", "default", "-o", tmp_path / "out.ggir")
+    assert (tmp_path / "out.ggir").read_text() == invoke("dump", text_model).stdout
+
+
+def test_opt_names_what_is_wrong(invoke) -> None:
+    with pytest.raises(IRError, match="line 1"):
+        invoke("opt", input="graph nonsense")
+    with pytest.raises(PassError, match="There is no pass 'nothing'"):
+        invoke("opt", "--passes", "nothing", input="graph @g() {\n}\n")
+    assert "fuse-attention" in invoke("opt", "--list").stdout
+
+
+def test_inspect_a_model(invoke, text_model: Path) -> None:
+    text = invoke("inspect", text_model, "--tensors", "--metadata").stdout
+    for expected in (
+        "architecture  llama",
+        "f32  20 tensors",
+        "llama.block_count",
+        "token_embd.weight",
+        "with chat template",
+        "[<unk>, <s>",
+    ):
+        assert expected in text
+    data = json.loads(invoke("inspect", text_model, "--json").stdout)
+    assert data["kind"] == "model" and data["parameters"] == sum(t["parameters"] for t in data["types"].values())
+    assert data["tensors"][0]["ne"] == [64, 320]
+
+
+def test_inspect_an_artifact(invoke, artifact: Path, text_model: Path) -> None:
+    text = invoke("inspect", artifact, "-c", 512, "-ub", 16).stdout
+    for expected in (
+        "weights",
+        "code",
+        "caches        4 of 512 cells",
+        "program eval:",
+        "(budget ",
+        "held by",
+        "reuse key",
+        "fixups",
+        "kernels",
+    ):
+        assert expected in text
+    data = json.loads(invoke("inspect", artifact, "--json", "-c", 512, "-ub", 16).stdout)
+    assert sum(section["bytes"] for section in data["sections"]) == data["bytes"] == artifact.stat().st_size
+    program = data["programs"][0]
+    assert program["nodes"] <= program["node_budget"]
+    assert program["activation_bytes"] == sum(slot["bytes"] for slot in program["slots"])
+    assert all(slot["holders"] for slot in program["slots"])
+    assert sum(kernel["launches"] for kernel in data["kernels"]) == sum(p["launches"] for p in data["programs"])
+    # Cache: 2 layers x (K + V) x 2 heads of 16 f16 values.
+    assert data["caches"]["bytes"] == 2 * 2 * 32 * 2 * 512
+    assert json.loads(invoke("inspect", text_model, "--compiled", "--json").stdout)["kind"] == "artifact"
+
+
+def test_buffers_grow_with_the_micro_batch_only(invoke, artifact: Path) -> None:
+    def activations(*options: object) -> int:
+        return json.loads(invoke("inspect", artifact, "--json", *options).stdout)["programs"][0]["activation_bytes"]
+
+    assert activations("-ub", 32) > activations("-ub", 16)
+    assert activations("-ub", 16, "-c", 512) == activations("-ub", 16, "-c", 1024)
+
+
+def test_affine_forms_in_words() -> None:
+    assert affine_text({"T": 2304, "": 64}) == "2304 T + 64"
+    assert affine_text({"": 0}) == "0" == affine_text({})
+    assert affine_text({"T": 1}) == "T"
+
+
+def test_long_values_are_shortened() -> None:
+    assert short_value(list(range(20))) == "[0, 1, 2, 3, ...] (20 values)"
+    assert short_value("x" * 300) == "x" * 100 + "... (300 characters)"
+    assert short_value([1, 2]) == [1, 2]

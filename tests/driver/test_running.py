@@ -1,0 +1,224 @@
+"""Commands that compile and run a model: the tiny one, end to end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ggufc
+from ggufc.errors import DriverError
+from ggufc.runtime.sampling import GREEDY
+
+
+def test_compile_writes_one_artifact_and_says_what_it_cost(invoke, text_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.ggufc"
+    result = invoke("compile", text_model, "-o", output, "-ctk", "f32")
+    assert re.search(r"out\.ggufc: .* KiB \(\d.\d\d x the model\), \d+ kernels, \d+ launches, .* s, peak memory", result.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.ggufc"]
+    with pytest.raises(DriverError, match="--force"):
+        invoke("compile", text_model, "-o", output)
+    with pytest.raises(DriverError, match="is the model itself"):
+        invoke("compile", text_model, "-o", text_model, "--force")
+    with pytest.raises(DriverError, match="has a f32 K cache, not f16"):
+        invoke("run", output, "-p", "a", "-ctk", "f16")
+
+
+def test_run_streams_text_and_reports_speed(invoke, artifact: Path) -> None:
+    result = invoke("run", artifact, "-p", "hello", "-n", 8, "--temp", 0, "-t", 1)
+    assert re.search(r"^prompt \d+ tokens, [\d.]+ tokens/s; decode 7 tokens, [\d.]+ tokens/s \(1 threads\)$", result.stderr, re.MULTILINE)
+    assert invoke("run", artifact, "-p", "hello", "-n", 8, "--temp", 0, "-t", 1, "--quiet").stderr == ""
+
+
+def test_run_is_the_same_from_model_artifact_file_and_stdin(invoke, artifact: Path, text_model: Path, tmp_path: Path) -> None:
+    """Short options as llama.cpp spells them; micro-batch and threads do not change the text."""
+    (tmp_path / "prompt.txt").write_text("hello world\n")
+    common = ["-n", 12, "--temp", 0, "--raw", "--quiet"]
+    texts = {
+        invoke("run", artifact, "-p", "hello world", *common, "-t", 1).stdout,
+        invoke("run", "-m", text_model, "-p", "hello world", *common, "-t", 2, "-ub", 3, "-b", 16).stdout,
+        invoke("run", artifact, "-f", tmp_path / "prompt.txt", *common, "-ub", "2", "-c", 256).stdout,
+        invoke("run", artifact, *common, input="hello world").stdout,
+        invoke("run", artifact, "-f", "-", *common, input="hello world\n").stdout,
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) > 1
+
+
+def test_run_uses_the_template_unless_raw(invoke, artifact: Path) -> None:
+    common = [artifact, "-p", "hello", "-n", 8, "--temp", 0, "--quiet"]
+    with ggufc.load(artifact, n_threads=1) as session:
+        prompt = "<s>user: hello</s><s>assistant: "
+        assert session.chat_prompt([{"role": "user", "content": "hello"}]) == prompt
+        expected = session.generate(session.tokenize(prompt, bos=False), 8, GREEDY).text()
+    assert invoke("run", *common).stdout.rstrip("\n") == expected.rstrip("\n")
+    assert invoke("run", *common).stdout != invoke("run", *common, "--raw").stdout
+    assert invoke("run", *common, "-sys", "be brief").stdout != invoke("run", *common).stdout
+
+
+def test_a_seed_makes_sampling_repeatable(invoke, artifact: Path) -> None:
+    def text(*more: object) -> str:
+        return invoke("run", artifact, "-p", "a", "-n", 24, "--quiet", "--raw", *more).stdout
+
+    assert text("-s", 7) == text("--seed", 7)
+    assert text("-s", 7) != text("-s", 8)
+    options = ["--temp", 1.5, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.01, "--repeat-penalty", 1.3, "--repeat-last-n", -1, "-s", 7]
+    assert text(*options) == text(*options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "x", "-f", "y"], "use one of them"),
+        (["-p", "x", "--raw", "-sys", "y"], "--raw uses no chat template"),
+        (["-p", "x", "-m", "other"], "named twice"),
+        (["-p", "x", "-ub", "0"], "-ub"),
+        (["-p", "x", "--top-p", "2"], "--top-p"),
+    ],
+)
+def test_contradictions_are_usage_errors(invoke, artifact: Path, arguments: list[str], message: str) -> None:
+    result = invoke("run", artifact, *arguments, ok=False)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_expect_digest(invoke, artifact: Path, text_model: Path) -> None:
+    import hashlib
+
+    digest = hashlib.sha256(artifact.read_bytes()).hexdigest()
+    invoke("run", artifact, "-p", "a", "-n", 1, "--expect-digest", digest)
+    with pytest.raises(ggufc.GgufcError, match="nothing was loaded"):
+        invoke("run", artifact, "-p", "a", "-n", 1, "--expect-digest", "0" * 64)
+    with pytest.raises(DriverError, match="is about artifacts"):
+        invoke("run", text_model, "-p", "a", "-n", 1, "--expect-digest", digest)
+
+
+def test_chat_keeps_the_conversation(invoke, artifact: Path) -> None:
+    """The second answer is the one a fresh evaluation of the whole conversation gives."""
+    result = invoke("chat", artifact, "-n", 6, "--temp", 0, "-t", 1, input="hello\ntwo \\\nlines\n/clear\n/help\nhello\n/exit\nnever\n")
+    with ggufc.load(artifact, n_threads=1) as session:
+        first = session.generate(session.chat_tokens([{"role": "user", "content": "hello"}]), 6, GREEDY).text()
+        session.reset()
+        messages = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": "two \nlines"},
+        ]
+        second = session.generate(session.chat_tokens(messages), 6, GREEDY).text()
+    assert result.stdout == f"{first}\n{second}\n{first}\n"
+    assert "the conversation was forgotten" in result.stderr
+    assert "/clear forgets" in result.stderr
+
+
+def test_chat_refuses_what_does_not_fit_and_goes_on(invoke, artifact: Path) -> None:
+    result = invoke("chat", artifact, "-n", 2, "-c", 256, "-t", 1, input="long " * 100 + "\nhi\n")
+    assert "/clear starts a new conversation" in result.stderr
+    assert result.stdout.count("\n") == 1
+
+
+def test_bench_speaks_llama_bench(invoke, artifact: Path, text_model: Path) -> None:
+    rows = json.loads(invoke("bench", text_model, "-p", "16,8", "-n", "4", "-t", "1,2", "-r", 2, "-o", "json").stdout)
+    assert [(r["n_prompt"], r["n_gen"], r["n_threads"]) for r in rows] == [
+        (16, 0, 1),
+        (8, 0, 1),
+        (0, 4, 1),
+        (16, 0, 2),
+        (8, 0, 2),
+        (0, 4, 2),
+    ]
+    for row in rows:
+        tokens = row["n_prompt"] or row["n_gen"]
+        assert row["avg_ts"] == pytest.approx(np.mean([1e9 * tokens / ns for ns in row["samples_ns"]]), rel=1e-5)
+        assert row["model_filename"] == str(text_model) and row["model_n_params"] > 0 and len(row["samples_ts"]) == 2
+    table = list(csv.DictReader(io.StringIO(invoke("bench", artifact, "-p", 0, "-n", 4, "-r", 1, "-o", "csv").stdout)))
+    assert len(table) == 1 and float(table[0]["avg_ts"]) > 0 and "samples_ns" not in table[0]
+    markdown = invoke("bench", artifact, "-p", 8, "-n", 0, "-t", 1, "-r", 1, "--profile")
+    assert re.search(r"\| pp8 +\| [\d.]+ ± 0\.00 \|", markdown.stdout)
+    assert re.search(r"\d %\s+\d+ launches", markdown.stderr)
+    with pytest.raises(DriverError, match="nothing to measure"):
+        invoke("bench", artifact, "-p", 0, "-n", 0)
+
+
+def test_perplexity(invoke, artifact: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    row = json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--json", "-t", 1).stdout)
+    assert row["n_chunks"] == 11 and row["perplexity"] > 1
+    line = invoke("perplexity", artifact, "-f", text, "-c", 32, "-ub", 5, "-t", 2).stdout
+    assert line.startswith(f"perplexity {row['perplexity']:.4f} +/- "), "batching and threads change nothing"
+    assert json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--chunks", 2, "--json").stdout)["n_chunks"] == 2
+
+
+def test_logits_runs_a_golden_case(invoke, tmp_path: Path) -> None:
+    case = Path(__file__).resolve().parents[1] / "golden" / "llama-gqa-tied"
+    described = json.loads((case / "case.json").read_text())
+    output = tmp_path / "out.npz"
+    invoke("logits", case / "model.gguf", case / "case.json", "-o", output)
+    with np.load(output) as arrays:
+        expected = {path.stem: np.load(path) for path in case.glob("*.npy")}
+        assert set(arrays) == set(expected)
+        for name in arrays:
+            np.testing.assert_allclose(arrays[name], expected[name], rtol=described["rtol"], atol=described["atol"], err_msg=name)
+
+
+def test_logits_refuses_unknown_things_by_name(invoke, artifact: Path, tmp_path: Path) -> None:
+    def refused(case: object) -> str:
+        path = tmp_path / "case.json"
+        path.write_text(case if isinstance(case, str) else json.dumps(case))
+        with pytest.raises(ggufc.GgufcError) as failure:
+            invoke("logits", artifact, path, "-o", tmp_path / "out.npz")
+        return str(failure.value)
+
+    assert "'no_such_option'" in refused({"options": {"no_such_option": 1}, "steps": []})
+    assert "'no_such_step'" in refused({"options": {}, "steps": [{"op": "no_such_step"}]})
+    assert "is not JSON" in refused("{")
+    assert "JSON object" in refused([])
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_steps_may_have_any_name(invoke, artifact: Path, tmp_path: Path) -> None:
+    case = tmp_path / "case.json"
+    case.write_text(json.dumps({"options": {"n_ctx": 64}, "steps": [{"op": "decode_last", "name": "file", "tokens": [1, 5]}]}))
+    invoke("logits", artifact, case, "-o", tmp_path / "out")
+    with np.load(tmp_path / "out") as arrays:
+        assert arrays["file"].shape == (1, 320)
+
+
+def test_the_second_run_compiles_nothing(ggufc_process, text_model: Path) -> None:
+    arguments = ["run", text_model, "-p", "a", "-n", 1, "--target", "x86-64"]
+    first = ggufc_process(*arguments)
+    second = ggufc_process(*arguments)
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert "compiling tiny.gguf" in first.stderr
+    assert "compiling" not in second.stderr
+    assert "\x1b" not in first.stdout + first.stderr
+
+
+def test_running_an_artifact_needs_no_compiler(artifact: Path) -> None:
+    script = (
+        "import sys; from ggufc.cli.failures import run; from ggufc.cli import cli\n"
+        f"code = run(cli, ['run', {str(artifact)!r}, '-p', 'a', '-n', '2'])\n"
+        "rooms = ('llvmlite', 'ggufc.codegen', 'ggufc.models', 'ggufc.passes', 'ggufc.ir')\n"
+        "heavy = [m for m in sys.modules if m.startswith(rooms)]\n"
+        "assert code == 0 and not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_python_api(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGUFC_CACHE", str(tmp_path / "cache"))
+    phases: list[str] = []
+    report = ggufc.compile(text_model, tmp_path / "m.ggufc", progress=lambda phase, done, total: phases.append(phase))
+    assert Path(report.output).is_file() and phases
+    with ggufc.load(tmp_path / "m.ggufc", n_threads=1) as artifact, ggufc.load(text_model, n_threads=1) as model:
+        assert isinstance(model, ggufc.Session)
+        tokens = artifact.tokenize("hello")
+        np.testing.assert_array_equal(artifact.eval(tokens), model.eval("hello"))
