@@ -6,7 +6,7 @@ from html import escape
 
 import networkx as nx
 
-from ggufc.ir.folding import Picture
+from ggufc.ir.folding import Picture, printable
 
 COLOURS = {"op": "#dbe9f6", "view": "#f2f2f2", "leaf": "#e3f1df", "output": "#fdebd0", "fold": "#eadcf2"}
 """Fill of a box by its kind."""
@@ -21,8 +21,8 @@ _GAP_Y = 40
 def to_dot(picture: Picture) -> str:
     """Graphviz source."""
 
-    def quoted(s: str) -> str:
-        return '"' + s.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    def quoted(*lines: str) -> str:
+        return '"' + "\\n".join(printable(s).replace("\\", "\\\\").replace('"', '\\"') for s in lines) + '"'
 
     out = [
         f"digraph {quoted(picture.title)} {{",
@@ -31,8 +31,7 @@ def to_dot(picture: Picture) -> str:
     ]
     for box in picture.boxes.values():
         style = ', peripheries=2' if box.kind == "fold" else ""
-        label = quoted("\n".join(box.lines))
-        out.append(f"  {quoted(box.key)} [label={label}, fillcolor={quoted(COLOURS[box.kind])}{style}];")
+        out.append(f"  {quoted(box.key)} [label={quoted(*box.lines)}, fillcolor={quoted(COLOURS[box.kind])}{style}];")
     out += [f"  {quoted(a)} -> {quoted(b)};" for a, b in picture.arrows]
     return "\n".join([*out, "}", ""])
 

@@ -13,7 +13,7 @@ from typing import Any
 from ggufc.ir.dims import Dim, IntDim, evaluate
 from ggufc.ir.drawing import to_dot, to_svg
 from ggufc.ir.errors import IRError
-from ggufc.ir.folding import fold
+from ggufc.ir.folding import fold, printable
 from ggufc.ir.graph import Graph
 from ggufc.ir.text import print_graph
 from ggufc.ir.types import TensorType
@@ -92,7 +92,7 @@ def table(g: Graph, env: Mapping[str, int] | None = None) -> list[dict[str, str]
         {
             "id": str(at[n]),
             "op": n.op.name,
-            "name": n.name,
+            "name": printable(n.name),
             "dtype": n.type.dtype,
             "shape": "x".join(number(d) for d in n.type.ne),
             "bytes": number(0 if n.is_view else n.type.nbytes),

@@ -66,7 +66,7 @@ def fold(g: Graph, layer: int | None = None) -> Picture:
         known = f"{numbers[0]} to {numbers[-1]}" if numbers else "no named layers"
         raise IRError(f"Graph {g.name!r} has no layer {layer}; it has {known}.")
     keys = _layer_keys(g, where, numbers)
-    picture = Picture(f"{g.name}{f' ({g.arch})' if g.arch else ''}{'' if layer is None else f', layer {layer}'}")
+    picture = Picture(printable(f"{g.name}{f' ({g.arch})' if g.arch else ''}{'' if layer is None else f', layer {layer}'}"))
     index = {n: f"n{i}" for i, n in enumerate(g.nodes)}
     wanted = set(g.nodes) if layer is None else {n for n in g.nodes if where[n] == layer}
     feeding = {o for n in wanted for o in n.operands} - wanted
@@ -85,10 +85,10 @@ def fold(g: Graph, layer: int | None = None) -> Picture:
             source = box_key(o)
             if o.op.name != "weight" and source != key:
                 picture.arrows[source, key] = None
-    for name, n in g.outputs.items():
+    for i, (name, n) in enumerate(g.outputs.items()):
         if n in wanted:
-            picture.boxes[f"out.{name}"] = Box(f"out.{name}", (f"output {name}", str(n.type)), "output")
-            picture.arrows[box_key(n), f"out.{name}"] = None
+            picture.boxes[f"out{i}"] = Box(f"out{i}", (printable(f"output {name}"), str(n.type)), "output")
+            picture.arrows[box_key(n), f"out{i}"] = None
     return picture
 
 
@@ -134,4 +134,9 @@ def _box(key: str, n: Node, inside: bool) -> Box:
     head = n.op.name if n.name in ("", n.op.name) else f"{n.op.name}  {n.name}"
     weights = tuple(f"{o.name}: {o.type}" for o in n.operands if o.op.name == "weight")
     kind = "leaf" if n.is_leaf or not inside else "view" if n.is_view else "op"
-    return Box(key, (head, *weights, str(n.type)), kind)
+    return Box(key, tuple(map(printable, (head, *weights, str(n.type)))), kind)
+
+
+def printable(s: str) -> str:
+    """``s`` with control and other unprintable characters written as escapes: XML and CSV readers do not take them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in s)

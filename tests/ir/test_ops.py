@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ir_cases import CASES, ENV, LEAVES, SYMBOLS, T, input_values, inputs, tt, weights_for
+from ir_cases import CASES, ENV, LEAVES, SYMBOLS, input_values, inputs, tt, weights_for
 
 from ggufc.ir import OPS, Graph, IRError, interpret, parse_graph, print_graph, verify
 from ggufc.ir.storage import PLAIN
@@ -168,7 +168,7 @@ def test_mask_covers_exactly_the_visible_cells():
     mask = run(g, g.add("kq_mask", i["kv_cells"], i["visible"], ne0=8))
     assert [np.flatnonzero(row == 0).tolist() for row in mask] == [[0, 5, 6], [0, 1, 6], [0, 1, 3, 5, 6]]
     assert np.isneginf(mask[mask != 0]).all()
-    with pytest.raises(IRError, match="token 0 sees cell 6, but only cells 0..5"):
+    with pytest.raises(IRError, match=r"token 0 sees cell 6, but only cells 0..5"):
         g.outputs["out"] = g.add("kq_mask", i["kv_cells"], i["visible"], ne0=6)
         run(g, g.outputs["out"])
 
@@ -188,10 +188,8 @@ def test_rope_turns_pairs_by_position(mode):
 def test_yarn_keeps_fast_frequencies_and_scales_slow_ones():
     """The ramp of the YaRN paper, written out for one head size."""
     g = Graph("g", symbols=SYMBOLS)
-    table = run(
-        g,
-        g.add("rope_table", inputs(g)["positions"], n_dims=16, base=10000.0, freq_scale=0.25, ext_factor=1.0, n_ctx_orig=128, beta_slow=1.0),
-    )
+    yarn = {"freq_scale": 0.25, "ext_factor": 1.0, "n_ctx_orig": 128}
+    table = run(g, g.add("rope_table", inputs(g)["positions"], n_dims=16, base=10000.0, **yarn))
     corner = [16 * math.log(128 / (2 * math.pi * beta)) / (2 * math.log(10000.0)) for beta in (32.0, 1.0)]
     lo, hi = max(0, math.floor(corner[0])), min(15, math.ceil(corner[1]))
     magnitude = 1 + 0.1 * math.log(4)
