@@ -78,18 +78,20 @@ class MemoryPlan(Pass):
     def apply(self, graph: Graph) -> PassResult:
         """See the class."""
         sizes = {"T": self.t, "O": self.o, "C": self.kv, "KV": self.kv, "R": self.kv}
-        env = {symbol: sizes.get(symbol, 1) for symbol in (*sizes, *graph.symbols)}
+        env = {symbol: sizes.get(symbol, 1) for symbol in graph.symbols}
         values = intervals(graph)
         result = plan(values, env)
         check_plan(values, result)
         label = {it.id: it.label for it in values}
-        graph.analysis[ANALYSIS] = {
+        found = {
             "env": env,
             "peak": result.peak(env),
             "live": result.live_peak(env)[1],
             "slots": [{"sizes": list(slot.sizes), "values": [label[member] for member in slot.members]} for slot in result.slots],
         }
-        return PassResult(True, {"values": len(values), "slots": len(result.slots)})
+        changed = graph.analysis.get(ANALYSIS) != found
+        graph.analysis[ANALYSIS] = found
+        return PassResult(changed, {"values": len(values), "slots": len(result.slots)})
 
 
 def needs_buffer(node: Node) -> bool:

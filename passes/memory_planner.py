@@ -88,12 +88,15 @@ class Plan:
         return sorted(result, key=lambda h: (-h.bytes, h.slot))
 
     def live_peak(self, env: Mapping[str, int]) -> tuple[int, int]:
-        """``(step, bytes)`` where most bytes are live at once: no plan can need less, in-place pairs aside."""
+        """``(step, bytes)`` where most bytes are live at once, a buffer handed over in place counted once: no plan can need less."""
+        by_id = {it.id: it for it in self.intervals}
+        handed_over = {it.inplace_with for it in self.intervals if it.inplace_with in by_id and _hands_over(by_id[it.inplace_with], it)}
         deltas: dict[int, int] = {}
         for it in self.intervals:
             size = evaluate(it.size, env)
+            after = it.end if it.id in handed_over else it.end + 1
             deltas[it.start] = deltas.get(it.start, 0) + size
-            deltas[it.end + 1] = deltas.get(it.end + 1, 0) - size
+            deltas[after] = deltas.get(after, 0) - size
         best, live = (0, 0), 0
         for step in sorted(deltas):
             live += deltas[step]

@@ -39,5 +39,7 @@ class NodeBudget(Pass):
                 f"Graph '{graph.name}' of architecture '{graph.arch}' has {actual} nodes, more than its estimate of {estimate}; "
                 "correct the architecture's estimate, which must hold for every shape its builder can meet."
             )
-        graph.analysis[ANALYSIS] = {"estimate": estimate, "actual": actual}
-        return PassResult(True, {"estimate": estimate or 0, "actual": actual})
+        found = {"estimate": estimate, "actual": actual}
+        changed = graph.analysis.get(ANALYSIS) != found
+        graph.analysis[ANALYSIS] = found
+        return PassResult(changed, {"estimate": estimate or 0, "actual": actual})

@@ -59,9 +59,9 @@ def test_any_order_of_passes_keeps_logits_and_caches(m: Tiny, order: list[str], 
 
 @settings(max_examples=8, deadline=None)
 @given(tiny_models())
-def test_the_rewrites_are_idempotent(m: Tiny) -> None:
+def test_the_pipeline_is_idempotent(m: Tiny) -> None:
     g = tiny_model(m)
-    manager = PassManager.parse(FUSIONS)
+    manager = PassManager.parse(DEFAULT_PIPELINE)
     manager.run(g)
     once = print_graph(g)
     records = manager.run(g)
