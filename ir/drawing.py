@@ -30,7 +30,7 @@ def to_dot(picture: Picture) -> str:
         "  edge [arrowsize=0.6];",
     ]
     for box in picture.boxes.values():
-        style = ', peripheries=2' if box.kind == "fold" else ""
+        style = ", peripheries=2" if box.kind == "fold" else ""
         out.append(f"  {quoted(box.key)} [label={quoted(*box.lines)}, fillcolor={quoted(COLOURS[box.kind])}{style}];")
     out += [f"  {quoted(a)} -> {quoted(b)};" for a, b in picture.arrows]
     return "\n".join([*out, "}", ""])

@@ -111,9 +111,7 @@ class _Run:
         if node.is_view:
             return self._view(node)
         ne = self.ne(node.type)
-        args = [
-            self._stored(o) if declared.stored else self.read(o) for declared, o in zip(node.op.operands, node.operands)
-        ]
+        args = [self._stored(o) if declared.stored else self.read(o) for declared, o in zip(node.op.operands, node.operands)]
         attrs = {a.name: self._concrete(a.kind, node.attrs[a.name]) for a in node.op.attrs}
         call = Call(args, [o.type for o in node.operands], attrs, ne, node.type, self.env, self.rounded)
         value = node.op.evaluate(call)

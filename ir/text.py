@@ -5,6 +5,8 @@
       %1 = get_rows(%2, %0) {name = "embd"} : f32[576, T]
       output "logits" = %1
     }
+
+Every attribute is printed; a node's ``name`` and ``loc`` stand among them.
 """
 
 from __future__ import annotations
@@ -94,5 +96,3 @@ def quote(s: str) -> str:
 def name(s: str) -> str:
     """Graph names that are plain words print bare, others quoted."""
     return s if WORD.fullmatch(s) else quote(s)
-
-

@@ -184,9 +184,7 @@ def _flash_attn(draw: Draw, g: Graph, op: str) -> Node:
     k = g.cache(f"c{len(g.nodes)}", tt(cache, d * kv, C))
     v = g.cache(f"c{len(g.nodes)}", tt(cache, dv * kv, C))
     q = g.add("repeat", leaf(draw, g, ne=(d, kv * group, 1)), ne=(d, kv * group, T))
-    return g.add(
-        op, q, k, v, i["kv_cells"], i["visible"], scale=draw(NUMBER), softcap=draw(st.sampled_from([0.0, 5.0])), n_head_kv=kv
-    )
+    return g.add(op, q, k, v, i["kv_cells"], i["visible"], scale=draw(NUMBER), softcap=draw(st.sampled_from([0.0, 5.0])), n_head_kv=kv)
 
 
 def _angles(draw: Draw, n_dims: int) -> dict[str, Any]:

@@ -90,9 +90,7 @@ def test_weights_may_be_given_as_bytes_or_values_or_a_function(dtype):
     values, x = normal(3, 256), normal(1, 256)
     stored = encode(values, dtype)
     raw = np.ascontiguousarray(stored.data if isinstance(stored, Stored) else stored).view(np.uint8).reshape(-1)
-    results = [
-        interpret(g, weights, {"x": x}, {}, {"T": 1})["y"] for weights in ({"w": values}, {"w": raw}, lambda name: {"w": raw}[name])
-    ]
+    results = [interpret(g, weights, {"x": x}, {}, {"T": 1})["y"] for weights in ({"w": values}, {"w": raw}, lambda name: {"w": raw}[name])]
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[1], results[2])
 
 
