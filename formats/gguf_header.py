@@ -132,7 +132,7 @@ class Value:
         while done < self.count:
             done += _walk_short(cursor, starts[done : done + _STRING_CHUNK])
             if done < self.count:
-                done += _walk_any(cursor, starts[done : done + _STRING_CHUNK], f"string {{}} of {self.key!r}", done)
+                done += _walk_any(cursor, starts[done : done + _STRING_CHUNK], self.key, done)
         self._starts = starts
 
 
@@ -164,19 +164,19 @@ def _walk_short(cursor: Cursor, starts: np.ndarray) -> int:
     return good
 
 
-def _walk_any(cursor: Cursor, starts: np.ndarray, what: str, first: int) -> int:
+def _walk_any(cursor: Cursor, starts: np.ndarray, key: str, first: int) -> int:
     """Walk strings of any length, checking each; the errors are raised here."""
     buf, end, pos = cursor.buf, min(cursor.end, gv.MAX_HEADER_BYTES), cursor.pos
     for i in range(len(starts)):
         cursor.pos = pos
         if pos + 8 > end:
-            cursor.need(8, "the length of " + what.format(first + i))
+            cursor.need(8, f"the length of string {first + i} of {key!r}")
         n = _U64(buf, pos)[0]
         if n > gv.MAX_STRING_BYTES:
-            cursor.fail(f"{what.format(first + i)} claims {n} bytes; at most {gv.MAX_STRING_BYTES} are accepted")
+            cursor.fail(f"string {first + i} of {key!r} claims {n} bytes; at most {gv.MAX_STRING_BYTES} are accepted")
         if n > end - pos - 8:
             cursor.pos += 8
-            cursor.need(n, what.format(first + i))
+            cursor.need(n, f"string {first + i} of {key!r}")
         starts[i] = pos
         pos += 8 + n
     cursor.pos = pos
