@@ -132,7 +132,7 @@ def _image(file: GGUFFile, manifest: fmt.Manifest) -> np.ndarray:
     if len(names) != 1:
         raise ArtifactError(f"{file.path}: {len(names)} code images ({fmt.IMAGE_TENSOR}) where one is expected; {_REMEDY}")
     image = file.data(names[0])
-    if hashlib.sha256(memoryview(image)).hexdigest() != _digest(file, "image"):
+    if hashlib.sha256(image.data).hexdigest() != _digest(file, "image"):
         raise ArtifactError(f"{file.path}: the code image does not match its digest; the file is damaged, {_REMEDY}")
     for kernel in manifest.kernels:
         if not (kernel.offset >= 0 and 0 < kernel.size <= image.size - kernel.offset and 0 <= kernel.scratch < 1 << 32):

@@ -71,8 +71,10 @@ class CacheBuffers:
         row, start = self.row_bytes[name], self.offsets[name]
         return self.memory.bytes[start : start + row * self.n_cells].reshape(self.n_cells, row)
 
-    def clear(self) -> None:
-        self.memory.clear()
+    def clear(self, n_rows: int | None = None) -> None:
+        """Zero the first ``n_rows`` rows of every cache (all by default); rows never written stay untouched memory."""
+        for name in self.specs:
+            self.view(name)[:n_rows] = 0
 
 
 class Executor:

@@ -99,6 +99,7 @@ class KVCells:
         self._lists = [CellList() for _ in range(n_seq_max)]
         self.used = self.head = 0
         self._top = 0  # 1 + highest occupied cell
+        self.n_written = 0  # 1 + highest cell occupied since the last clear
         self.needs_shift = False
 
     # Placement
@@ -106,15 +107,15 @@ class KVCells:
     def plan(self, counts: Iterable[int]) -> list[int] | None:
         """First cell for each of several micro-batches placed one after another, or None when one does not fit. Changes nothing.
 
-        Raises RuntimeRefusal (hard) for a count that exceeds the cache.
+        Raises RuntimeRefusal (hard) for more tokens than the cache has cells, which no freeing can help.
         """
         head, used = self.head, self.used
         occupied: np.ndarray | None = None
         counts = list(counts)
         starts: list[int] = []
+        if sum(counts) > self.size:
+            raise RuntimeRefusal(f"{sum(counts)} tokens cannot be placed in a cache of {self.size} cells; use a larger n_ctx")
         for i, n in enumerate(counts):
-            if n > self.size:
-                raise RuntimeRefusal(f"{n} tokens cannot be placed in a cache of {self.size} cells; use a larger n_ctx or smaller batches")
             if occupied is None:
                 occupied = self.pos >= 0
             if head > used + 2 * n:
@@ -160,6 +161,7 @@ class KVCells:
                 self._lists[seq].add(cells[mine], pos[mine])
         self.used += n
         self._top = max(self._top, start + n)
+        self.n_written = max(self.n_written, self._top)
         self.head = start + n if start + n < self.size else 0
 
     def n_kv(self) -> int:
@@ -196,7 +198,7 @@ class KVCells:
         self.member[:] = False
         self._owners[:] = 0
         self._lists = [CellList() for _ in range(self.n_seq_max)]
-        self.used = self.head = self._top = 0
+        self.used = self.head = self._top = self.n_written = 0
         self.needs_shift = False
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:

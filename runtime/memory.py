@@ -31,10 +31,3 @@ class Region:
             ) from None
         self.bytes = np.frombuffer(self._map, np.uint8)[:size]
         self.base = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
-
-    def clear(self) -> None:
-        """Zero everything; untouched pages stay untouched because the kernel is asked to drop them."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-        else:
-            self.bytes[:] = 0

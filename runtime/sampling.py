@@ -114,7 +114,7 @@ def distribution(logits: np.ndarray, options: SamplingOptions, history: Iterable
         return np.array([greedy(logits)]), np.ones(1)
     ids = top_k(logits, options.top_k)
     kept = logits[ids]
-    if math.isnan(float(kept[0])) or not math.isfinite(float(kept[0])):
+    if not len(kept) or not math.isfinite(float(kept[0])):
         raise RuntimeRefusal("the model produced logits that are not finite numbers; the file or the artifact is damaged")
     probs = softmax(kept)
     n = top_p(probs, options.top_p)

@@ -369,9 +369,11 @@ class Session:
 
     def reset(self) -> None:
         """Forget all sequences and zero the caches."""
+        self._executor.caches.clear(self.cells.n_written)
         self.cells.clear()
-        self._executor.caches.clear()
         self._history.clear()
+
+    clear = reset
 
     # Lifetime
 
