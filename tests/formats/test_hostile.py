@@ -121,7 +121,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "name-65-bytes": (g.file(tensors=[g.tensor("a" * 65, (1,))], data=bytes(64)), "has 65 bytes; at most 64"),
     "name-not-utf8": (g.file(tensors=[g.tensor(b"a\xff", (1,))], data=bytes(64)), "not valid UTF-8"),
     "name-escape": (g.file(tensors=[g.tensor("a\x1b[2J", (1,))], data=bytes(64)), "unprintable"),
-    "key-braces": (g.file([g.array("a}{0}", g.STRING, 1, g.string("x", 99))]), "string 0 of 'a}{0}' needs 99 bytes"),
+    "key-braces": (g.file([g.array("a}{0}", g.STRING, 1, g.string("x", 99))]), r"string 0 of 'a\}\{0\}' needs 99 bytes"),
     "key-nul": (g.file([g.u32("a\0b", 1)]), "unprintable"),
     "key-not-utf8": (g.file([g.kv(b"a\xc3", g.U8, b"\1")]), "not valid UTF-8"),
     "key-empty": (g.file([g.kv("", g.U8, b"\1" * 8)]), "metadata key 0 is empty"),
