@@ -122,7 +122,7 @@ class _MatMulEmitter:
             else:
                 with e.if_else(b.icmp_signed("<", self.tokens, e.i64(_PANEL_TOKENS))) as (few, many):
                     with few:
-                        self._runs(unit, groups, 4, panel=False)
+                        self._runs(unit, groups, 4 if self.lanes == 16 else 2, panel=False)
                     with many:
                         self._many(unit, groups)
         e.ret()
@@ -148,13 +148,12 @@ class _MatMulEmitter:
         done: Value = e.i64(0)
         while block:
             stop = b.add(done, b.and_(b.sub(self.tokens, done), e.i64(-block)))
-            for part in range(self.parts):
-                with e.for_range(done, stop, block, name=f"t{block}") as t:
-                    self._block(unit, groups, part, t, block, panel)
+            with e.for_range(0, self.parts, name="part") as part, e.for_range(done, stop, block, name=f"t{block}") as t:
+                self._block(unit, groups, part, t, block, panel)
             done = stop
             block //= 2
 
-    def _block(self, unit: Value, groups: list[Value], part: int, t: Value, tokens: int, panel: bool) -> None:
+    def _block(self, unit: Value, groups: list[Value], part: Value, t: Value, tokens: int, panel: bool) -> None:
         e = self.e
         x = e.gep(self.x, e.b.mul(t, self.ldx))
         results = []
@@ -172,31 +171,34 @@ class _MatMulEmitter:
             values = results[0]
         self._store(unit, part, t, values)
 
-    def _store(self, unit: Value, part: int, t: Value, values: list[Value]) -> None:
+    def _store(self, unit: Value, part: Value, t: Value, values: list[Value]) -> None:
         """Bias, residual, and the rows that exist."""
-        e = self.e
-        n_out = self.spec.n // self.spec.unit
-        first = e.b.add(e.b.mul(unit, e.i64(4 * ROWS)), e.i64(4 * self.lanes * part))  # bytes
-        left = n_out % ROWS - self.lanes * part  # rows of this part in the last group
-        if n_out % ROWS == 0 or left >= self.lanes:
-            self._store_rows(first, t, values, self.lanes)
-            return
-        full = e.b.icmp_signed("<", unit, e.i64(n_out // ROWS))
-        with e.if_else(full) as (whole, tail):
-            with whole:
-                self._store_rows(first, t, values, self.lanes)
-            with tail:
-                if left > 0:
-                    self._store_rows(first, t, values, left)
-
-    def _store_rows(self, first: Value, t: Value, values: list[Value], count: int) -> None:
         e, b = self.e, self.e.b
-        bias = e.load_masked(F32, self.lanes, e.gep(self.bias, first), count) if self.spec.bias else None
+        n_out = self.spec.n // self.spec.unit
+        row = b.add(b.mul(unit, e.i64(ROWS)), b.mul(part, e.i64(self.lanes)))
+        if n_out % ROWS == 0:
+            self._store_rows(row, t, values)
+            return
+        with e.if_else(b.icmp_signed("<=", row, e.i64(n_out - self.lanes))) as (whole, tail):
+            with whole:
+                self._store_rows(row, t, values)
+            with tail:
+                held = e.alloca(4 * self.lanes)
+                for i, v in enumerate(values):
+                    e.store(v, held)
+                    with e.for_range(row, e.i64(n_out), name="tail") as r:
+                        self._store_rows(r, b.add(t, e.i64(i)), [e.load(F32, e.at(held, b.sub(r, row), 4))])
+
+    def _store_rows(self, row: Value, t: Value, values: list[Value]) -> None:
+        """Values of rows ``row`` on (vectors or scalars) of consecutive tokens."""
+        e, b = self.e, self.e.b
+        ty = values[0].type
+        first = b.mul(row, e.i64(4))
+        bias = e.load(ty, e.gep(self.bias, first)) if self.spec.bias else None
         for i, v in enumerate(values):
             token = b.add(t, e.i64(i)) if i else t
             if bias is not None:
                 v = b.fadd(v, bias)
             if self.spec.epilogue == "add":
-                at = e.gep(e.gep(self.residual, b.mul(token, self.ldr)), first)
-                v = b.fadd(v, e.load_masked(F32, self.lanes, at, count))
-            e.store_masked(v, e.gep(e.gep(self.y, b.mul(token, self.ldy)), first), count)
+                v = b.fadd(v, e.load(ty, e.gep(e.gep(self.residual, b.mul(token, self.ldr)), first)))
+            e.store(v, e.gep(e.gep(self.y, b.mul(token, self.ldy)), first))

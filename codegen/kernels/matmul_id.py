@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import I32, Emitter
+from ggufc.codegen.emitter import F32, I32, Emitter, Value
 from ggufc.codegen.kernels.matmul_float import FloatProduct
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
 from ggufc.codegen.weights import weight_format
@@ -42,7 +42,7 @@ class MatMulId:
         b, lanes = e.b, e.target.lanes
         fmt = weight_format(self.format)
         tiles, per = tiles_per_token(self), _groups_per_tile(self)
-        n_groups = -(-self.n // ROWS)
+        n_groups = (self.n + ROWS - 1) // ROWS
         token = b.sdiv(e.tile, e.i64(tiles))
         first = b.mul(b.srem(e.tile, e.i64(tiles)), e.i64(per))
         last = e.imin(b.add(first, e.i64(per)), e.i64(n_groups))
@@ -56,23 +56,28 @@ class MatMulId:
             y = e.at(e.arg_ptr(2), row, 4 * self.n)
             with e.for_range(first, last, name="group") as g:
                 group = e.at(matrix, g, fmt.group_bytes(self.k))
-                for part in range(ROWS // lanes):
+                with e.for_range(0, ROWS // lanes, name="part") as part:
                     if isinstance(product, FloatProduct):
                         (v,) = product.direct(e, group, part, x, 1, e.i64(stride))
                     else:
                         (v,) = product.direct(e, group, part, x, 1)
-                    at = e.gep(e.at(y, g, 4 * ROWS), 4 * lanes * part)
-                    left = self.n % ROWS - lanes * part
-                    if self.n % ROWS == 0 or left >= lanes:
-                        e.store(v, at)
-                        continue
-                    with e.if_else(b.icmp_signed("<", g, e.i64(self.n // ROWS))) as (whole, tail):
-                        with whole:
-                            e.store(v, at)
-                        with tail:
-                            if left > 0:
-                                e.store_masked(v, at, left)
+                    self._store(e, y, b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(lanes))), v)
         e.ret()
+
+    def _store(self, e: Emitter, y: Value, row: Value, v: Value) -> None:
+        """Rows ``row`` on, as far as they exist."""
+        b, lanes = e.b, e.target.lanes
+        if self.n % ROWS == 0:
+            e.store(v, e.at(y, row, 4))
+            return
+        with e.if_else(b.icmp_signed("<=", row, e.i64(self.n - lanes))) as (whole, tail):
+            with whole:
+                e.store(v, e.at(y, row, 4))
+            with tail:
+                held = e.alloca(4 * lanes)
+                e.store(v, held)
+                with e.for_range(row, self.n, name="tail") as r:
+                    e.store(e.load(F32, e.at(held, b.sub(r, row), 4)), e.at(y, r, 4))
 
 
 def _groups_per_tile(spec: MatMulId) -> int:
@@ -81,4 +86,5 @@ def _groups_per_tile(spec: MatMulId) -> int:
 
 def tiles_per_token(spec: MatMulId) -> int:
     """Tile ``t * tiles_per_token + j`` computes the j-th block of rows of token ``t``, for all its experts."""
-    return -(-(-(-spec.n // ROWS)) // _groups_per_tile(spec))
+    groups = (spec.n + ROWS - 1) // ROWS
+    return (groups + _groups_per_tile(spec) - 1) // _groups_per_tile(spec)

@@ -71,7 +71,7 @@ class Int8Product:
 
     def fill_panel(self, e: Emitter, group: Value, panel: Value) -> None:
         """Unpack one group."""
-        for part in range(16 // e.target.lanes):
+        with e.for_range(0, 16 // e.target.lanes, name="part") as part:
             for i, cursor in self._walk(e, group, part):
                 self.panel.write(e, panel, i, part, self.format.unpack(e, cursor), self.format.offset)
 
@@ -132,9 +132,9 @@ class Panel:
     def offset(self, e: Emitter) -> int:
         return 128 if self.format.offset and e.target.vnni else self.format.offset
 
-    def write(self, e: Emitter, panel: Value, i: Value, part: int, u: Unpacked, offset: int) -> None:
+    def write(self, e: Emitter, panel: Value, i: Value, part: Value, u: Unpacked, offset: int) -> None:
         lanes = e.target.lanes
-        at = e.gep(e.at(panel, i, self.block_bytes), 4 * lanes * part)
+        at = e.at(e.at(panel, i, self.block_bytes), part, 4 * lanes)
         move = self.offset(e) - offset
         for q, quad in enumerate(u.quads):
             if move:  # bytes stay below 256, so no carry crosses them
