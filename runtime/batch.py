@@ -40,6 +40,8 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Batch:
         """The micro-batch of tokens [start, stop), ``wanted`` counted from its own start."""
+        if start == 0 and stop == len(self.pos):
+            return self
         a, b = np.searchsorted(self.wanted, [start, stop])
         return Batch(
             self.pos[start:stop],
@@ -84,6 +86,19 @@ def make_batch(
     first = seqs if isinstance(seqs, np.ndarray) else np.array([group[0] for group in seqs], np.int32)
     where = _positions(pos, first, n, cells)
     return Batch(where, seqs, _wanted(logits, n), None if ids is None else ids.astype(np.int32), rows)
+
+
+_FIRST_ROW = np.zeros(1, np.int64)
+
+
+def next_token(cells: KVCells, token: int, seq: int, n_vocab: int) -> Batch:
+    """The batch of a decode step: one token after the last of ``seq``, logits wanted. As ``make_batch``, with a tenth of its work."""
+    if not 0 <= token < n_vocab:
+        raise RuntimeRefusal(f"decode: token {token} is outside the vocabulary of {n_vocab}")
+    pos = cells.pos_max(seq) + 1
+    if pos > MAX_POSITION:
+        raise RuntimeRefusal(f"decode: positions must be from 0 to {MAX_POSITION}, got {pos}")
+    return Batch(np.array([pos], np.int32), np.array([seq], np.int32), _FIRST_ROW, np.array([token], np.int32))
 
 
 def _integers(values: Sequence[int] | np.ndarray | None, what: str) -> np.ndarray:

@@ -116,10 +116,12 @@ class KVCells:
         if sum(counts) > self.size:
             raise RuntimeRefusal(f"{sum(counts)} tokens cannot be placed in a cache of {self.size} cells; use a larger n_ctx")
         for i, n in enumerate(counts):
-            if occupied is None:
-                occupied = self.pos >= 0
             if head > used + 2 * n:
                 head = 0
+            if len(counts) == 1 and head + n <= self.size and (self.pos[head : head + n] < 0).all():
+                return [head]  # the normal case of a decode step: no search
+            if occupied is None:
+                occupied = self.pos >= 0
             start = _first_run(occupied, head, n)
             if start is None:
                 return None

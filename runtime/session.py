@@ -19,7 +19,7 @@ import numpy as np
 
 from . import kshift
 from .artifact import Artifact
-from .batch import Batch, make_batch, sizes, visibility
+from .batch import Batch, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
 from .kvcells import KVCells
@@ -138,7 +138,9 @@ class Session:
         nothing was changed.
         """
         out: list[np.ndarray] = []
-        self._decode(tokens, pos, seq, logits, embd, lambda rows: out.append(rows.copy()))
+        self._check_open()
+        batch = make_batch(self.cells, tokens, pos, seq, logits, self.n_vocab, embd, self.artifact.manifest.n_embd)
+        self._decode(batch, lambda rows: out.append(rows.copy()))
         if len(out) == 1:
             return out[0]
         return np.concatenate(out) if out else np.empty((0, self.n_vocab), np.float32)
@@ -146,7 +148,12 @@ class Session:
     def decode_view(self, tokens: Sequence[int], seq: int = 0) -> np.ndarray:
         """Logits f32 [n_vocab] of the last token, as a view that the next evaluation overwrites."""
         out: list[np.ndarray] = []
-        self._decode(tokens, None, seq, "last", None, out.append)
+        self._check_open()
+        if len(tokens) == 1:
+            batch = next_token(self.cells, int(tokens[0]), seq, self.n_vocab)
+        else:
+            batch = make_batch(self.cells, tokens, None, seq, "last", self.n_vocab)
+        self._decode(batch, out.append)
         return out[0][0]
 
     def eval(self, text: str | Sequence[int], seq: int = 0) -> np.ndarray:
@@ -162,13 +169,15 @@ class Session:
             raise RuntimeRefusal("the prompt is empty and the model adds no BOS token; give some text")
         return tokens
 
-    def _decode(self, tokens: Any, pos: Any, seq: Any, logits: Any, embd: np.ndarray | None, take: Callable[[np.ndarray], None]) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeRefusal("this session is closed; open a new one")
+
+    def _decode(self, batch: Batch, take: Callable[[np.ndarray], None]) -> None:
+        """Place and evaluate a checked batch; ``take`` gets the wanted rows of each micro-batch as a view."""
         began = time.perf_counter()
         cells = self.cells
-        batch = make_batch(cells, tokens, pos, seq, logits, self.n_vocab, embd, self.artifact.manifest.n_embd)
-        executor = self._executor_for(_TOKEN_PROGRAM if embd is None else _EMBD_PROGRAM)
+        executor = self._executor_for(_TOKEN_PROGRAM if batch.embd is None else _EMBD_PROGRAM)
         counts = sizes(len(batch), self.n_ubatch)
         if not self.causal and len(counts) > 1:
             raise RuntimeRefusal(f"{len(batch)} tokens that see each other must fit in one micro-batch; raise n_ubatch ({self.n_ubatch})")
@@ -238,6 +247,11 @@ class Session:
 
     def _remember(self, batch: Batch) -> None:
         """Follow which token stands at which position, as long as a sequence grows by consecutive tokens from 0."""
+        if len(batch) == 1 and batch.tokens is not None and isinstance(batch.seqs, np.ndarray):
+            known = self._history.get(int(batch.seqs[0]))
+            if known is not None and len(known) == batch.pos[0]:
+                known.append(int(batch.tokens[0]))
+                return
         first = batch.first_seqs()
         if batch.tokens is None or not isinstance(batch.seqs, np.ndarray) or not (first == first[0]).all():
             for seq in np.unique(first).tolist() if isinstance(batch.seqs, np.ndarray) else range(self.n_seq_max):
