@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import attention_cpu, get_rows, matmul, quantize, rope, rowwise
-from ggufc.codegen.lower_generic import lower_generic
+from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul, quantize, rope, rowwise
+from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
@@ -55,7 +55,7 @@ class Lowering:
                 self._lower(node)
         for name, node in g.outputs.items():
             if self.storage.get(node, NULL).kind != "output":
-                lower_generic(self, node, copy_to=Ref("output", name))
+                copy_to_output(self, node, name)
 
     # -- matching ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Lowering:
         source = key_node.operands[0] if norm else x
         at, ld, count = self.rows(source)
         k = int(x.ne[0])
-        stride = q8_record(k)[0]
+        stride = q8_record(k).stride
         out = self.schedule.new_value(form(count, stride), f"{x.name} (q8)")
         weight = Ref("weight", self.weights.request(key_node.operands[1], "plain").name) if norm else NULL
         spec = quantize.Quantize(k, mode, norm, float(key_node.attrs["eps"]) if norm else 0.0)
@@ -214,11 +214,11 @@ class Lowering:
         self.emit(Step(spec, (self.ref(pos)[0], ff, out), (2,), node.name, sym, 1, mult))
 
     def _set_rows(self, node: Node) -> None:
-        cache, source, slots = node.operands
+        target, source, slots = node.operands
         at, ld, count = self.rows(source)
-        spec = rope.StoreRows(int(cache.ne[0]), cache.dtype)
+        spec = cache.StoreRows(int(target.ne[0]), target.dtype)
         sym, mult = rows_grid([count])
-        self.emit(Step(spec, (at, integer(ld), self.root_ref(cache), self.ref(slots)[0]), (2,), node.name, sym, 1, mult))
+        self.emit(Step(spec, (at, integer(ld), self.root_ref(target), self.ref(slots)[0]), (2,), node.name, sym, 1, mult))
 
     def _mul_mat_id(self, node: Node) -> None:
         experts, x, ids = node.operands
@@ -399,7 +399,7 @@ class Rotation(Fusion):
         a = self.rope.attrs
         to = self.store.operands[0].dtype if self.store is not None else "f32"
         eps = float(self.norm.attrs["eps"]) if self.norm is not None else 0.0
-        spec = rope.RopeApply(d, heads, int(a["n_dims"]), a["mode"], self.norm is not None, eps, to)
+        spec = rope.RopeApply(d, heads, int(a["n_dims"]), a["mode"], self.norm is not None, eps, self.store is not None, to)
         weight = Ref("weight", low.weights.request(self.norm.operands[1], "plain").name) if self.norm is not None else NULL
         table = low.root_ref(self.rope.operands[1])
         if self.store is not None:

@@ -1,0 +1,263 @@
+"""Operators without a fusion of their own, one kernel each.
+
+A node's operands become strided tensors: a view costs nothing. Static offsets go into the argument's address so that equal shapes share a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
+from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
+from ggufc.codegen.schedule import NULL, Ref, Step, form, integer, rows_grid
+from ggufc.codegen.weights import activation_mode, q8_record
+from ggufc.formats.ggml_types import row_bytes
+from ggufc.ir.dims import Dim, product
+from ggufc.ir.graph import Node
+from ggufc.ir.layout import Layout, contiguous_nb, layout
+
+if TYPE_CHECKING:
+    from ggufc.codegen.lower import Lowering
+
+Emit = Callable[["Lowering", Node], None]
+
+
+def lower_generic(low: Lowering, node: Node) -> None:
+    """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
+    rule = RULES.get(node.op.name)
+    if rule is None:
+        raise CodegenError(f"node {node.name!r}: there is no kernel for the operator {node.op.name}")
+    rule(low, node)
+
+
+def copy_to_output(low: Lowering, node: Node, name: str) -> None:
+    """An output that is no fresh result (a view, or a value others need as well) is copied."""
+    at, source = strided(low, node)
+    out = Ref("output", name)
+    _launch(low, elementwise.Copy(source, contiguous("f32", node.ne)), (at, out), (1,), node)
+
+
+def strided(low: Lowering, node: Node, dims: int | None = None) -> tuple[Ref, Strided]:
+    """Address and strided form of a node."""
+    where: Layout = layout(node)
+    dtype = where.root.dtype
+    if where.root.op.name == "weight" and dtype in ("f16", "bf16"):
+        dtype = "f32"  # plain weights are stored as f32
+    size = 2 if dtype in ("f16", "bf16") else 4
+    base = low.root_ref(where.root)
+    if isinstance(where.offset, Dim):
+        return base, Strided(dtype, where.ne, where.nb, where.offset)
+    return base.at(where.offset * size), Strided(dtype, where.ne, where.nb)
+
+
+def _launch(low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, ...], node: Node, inplace: tuple[int, int] | None = None) -> None:
+    grid: Grid = spec.grid()
+    moved = form(node.type.numel, 8)
+    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=moved, inplace=inplace))
+
+
+def _same_storage(node: Node, operand: Node) -> bool:
+    """Whether a pointwise result may overwrite the operand."""
+    where = layout(operand)
+    return operand.type.ne == node.type.ne and where.contiguous and where.offset == 0 and where.ne == where.root.type.ne and operand.dtype == "f32"
+
+
+def _pointwise(expression: Callable[[Node], Any]) -> Emit:
+    def emit(low: Lowering, node: Node) -> None:
+        refs, shapes = zip(*(strided(low, o) for o in node.operands))
+        spec = elementwise.Elementwise(expression(node), contiguous("f32", node.ne), tuple(shapes))
+        inplace = next(((0, i + 1) for i, o in enumerate(node.operands) if _same_storage(node, o)), None)
+        out = low.result(node)
+        _launch(low, spec, (out, *refs), (0,), node, inplace)
+
+    return emit
+
+
+def _copy(low: Lowering, node: Node) -> None:
+    at, source = strided(low, node.operands[0])
+    spec = elementwise.Copy(source, contiguous(node.dtype, node.ne))
+    _launch(low, spec, (at, low.result(node)), (1,), node)
+
+
+def _concat(low: Lowering, node: Node) -> None:
+    dim = node.attrs["dim"]
+    nb = contiguous_nb(node.type.ne4)
+    out = low.result(node)
+    start: Any = 0
+    for operand in node.operands:
+        at, source = strided(low, operand)
+        ne = operand.type.ne4
+        target = Strided(node.dtype, ne, nb, 0 if isinstance(start, int) else start)
+        where = out.at(4 * start) if isinstance(start, int) else out
+        _launch(low, elementwise.Copy(source, target), (at, where), (1,), node)
+        start = start + nb[dim] * ne[dim]
+
+
+def _soft_max(low: Lowering, node: Node) -> None:
+    refs, shapes = zip(*(strided(low, o) for o in node.operands))
+    mask = shapes[1] if len(shapes) > 1 else None
+    if mask is not None:
+        # The mask repeats over the outer dimensions of a.
+        mask = Strided(mask.dtype, mask.ne, tuple(0 if n == 1 else s for n, s in zip(mask.ne, mask.nb)), mask.offset)
+    out = low.result(node)
+    inplace = (1, 0) if _same_storage(node, node.operands[0]) else None
+    spec = softmax.SoftMax(shapes[0], contiguous("f32", node.ne), float(node.attrs["scale"]), mask)
+    _launch(low, spec, (refs[0], out, refs[1] if mask is not None else NULL), (1,), node, inplace)
+
+
+def _two(kernel: Callable[..., Any]) -> Emit:
+    """Operators of one operand with a contiguous result: ``kernel(a, out, node)``."""
+
+    def emit(low: Lowering, node: Node) -> None:
+        at, a = strided(low, node.operands[0])
+        _launch(low, kernel(a, contiguous(node.dtype, node.ne), node), (at, low.result(node)), (1,), node)
+
+    return emit
+
+
+def _get_rows(low: Lowering, node: Node) -> None:
+    (at, a), (ids, idx) = (strided(low, o) for o in node.operands)
+    spec = select.GetRowsPlain(a, idx, contiguous(node.dtype, node.ne))
+    _launch(low, spec, (at, ids, low.result(node)), (2,), node)
+
+
+def _kq_mask(low: Lowering, node: Node) -> None:
+    cells, vis = (low.ref(o)[0] for o in node.operands)
+    sym, mult = rows_grid(node.ne[1:])
+    low.emit(Step(select.KqMask(node.ne[0]), (cells, vis, low.result(node)), (2,), node.name, sym, 1, mult))
+
+
+def _norm_rows(low: Lowering, node: Node) -> None:
+    x = node.operands[0]
+    where = layout(x)
+    ne0 = int(where.ne[0])
+    if not where.contiguous:
+        at = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)")
+        source_at, source = strided(low, x)
+        _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, at), (1,), x)
+        inplace = True
+    else:
+        at = low.ref(x)[0]
+        inplace = _same_storage(node, x)
+    out = low.result(node)
+    sym, mult = rows_grid(node.ne[1:])
+    if node.op.name == "norm":
+        low.emit(Step(rowwise.Norm(ne0, float(node.attrs["eps"])), (at, integer(ne0), out, integer(ne0)), (2,), node.name, sym, 1, mult))
+        return
+    weighted = node.op.name == "rms_norm_mul"
+    weight = Ref("weight", low.weights.request(node.operands[1], "plain").name) if weighted else NULL
+    spec = rowwise.RmsNorm(ne0, float(node.attrs["eps"]), weighted, False)
+    args = (at, integer(ne0), weight, NULL, integer(0), out, integer(ne0))
+    low.emit(Step(spec, args, (5,), node.name, sym, 1, mult, inplace=(5, 0) if inplace else None))
+
+
+def _rope(low: Lowering, node: Node) -> None:
+    """``rope`` without the split into table and application: the table is a value of its own."""
+    x, pos = node.operands[:2]
+    factors = node.operands[2] if len(node.operands) > 2 else None
+    a = node.attrs
+    n_dims = int(a["n_dims"])
+    table = low.schedule.new_value(form(pos.type.numel, 4 * n_dims), f"{node.name} (table)")
+    spec = rope.RopeTable(
+        n_dims, float(a["base"]), float(a["freq_scale"]), float(a["ext_factor"]), float(a["attn_factor"]),
+        float(a["beta_fast"]), float(a["beta_slow"]), int(a["n_ctx_orig"]), factors is not None,
+    )
+    ff = Ref("weight", low.weights.request(factors, "plain").name) if factors is not None else NULL
+    sym, mult = rows_grid([pos.type.numel])
+    low.emit(Step(spec, (low.ref(pos)[0], ff, table), (2,), node.name, sym, 1, mult))
+    rotate(low, node, x, table)
+
+
+def _rope_apply(low: Lowering, node: Node) -> None:
+    rotate(low, node, node.operands[0], low.root_ref(node.operands[1]))
+
+
+def rotate(low: Lowering, node: Node, x: Node, table: Ref) -> None:
+    """Rotation of any strided [D, H, T]: made contiguous first where heads do not follow each other."""
+    where = layout(x)
+    d, heads = int(where.ne[0]), int(where.ne[1]) if len(where.ne) > 1 else 1
+    if where.nb[0] == 1 and (heads == 1 or where.nb[1] == d) and len(where.nb) == 3 and isinstance(where.nb[2], int):
+        at, ldx = low.ref(x)[0], where.nb[2]
+    else:
+        source_at, source = strided(low, x)
+        at, ldx = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)"), d * heads
+        _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, at), (1,), x)
+    spec = rope.RopeApply(d, heads, int(node.attrs["n_dims"]), node.attrs["mode"])
+    sym, mult = rows_grid([where.ne[2]])
+    args = (at, integer(int(ldx)), table, NULL, low.result(node), integer(d * heads), NULL)
+    low.emit(Step(spec, args, (4,), node.name, sym, 1, mult))
+
+
+def _mul_mat(low: Lowering, node: Node) -> None:
+    a, b = node.operands
+    if a.op.name == "weight" and a.type.quantised:
+        _mul_mat_packed(low, node)
+        return
+    (at, left), (bt, right) = strided(low, a), strided(low, b)
+    spec = strided_matmul.StridedMatMul(left, right, contiguous("f32", node.ne))
+    _launch(low, spec, (at, bt, low.result(node)), (2,), node)
+
+
+def _mul_mat_packed(low: Lowering, node: Node) -> None:
+    """Products of a quantised weight with activations that are no plain matrix: made contiguous, then one launch per matrix of a stack."""
+    w, x = node.operands
+    k, n = int(w.ne[0]), int(w.ne[1])
+    slabs = int(w.type.ne4[2])
+    if w.type.ne4[3] != 1 or x.type.ne4[3] != 1 or (slabs > 1 and x.type.ne4[2] != slabs):
+        raise CodegenError(f"node {node.name!r}: a product of the {w.dtype} weight {w.type} with {x.type} has no kernel")
+    source_at, source = strided(low, x)
+    flat = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)")
+    _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, flat), (1,), x)
+    rows = product(x.ne[1:]) if slabs == 1 else x.type.ne4[1]
+    mode = activation_mode(w.dtype)
+    record = q8_record(k).stride
+    sym, mult = rows_grid([rows])
+    if mult != 1 and sym:
+        raise CodegenError(f"node {node.name!r}: a product over {rows} rows has no kernel")
+    weight = Ref("weight", low.weights.request(w, "packed").name)
+    out = low.result(node)
+    if isinstance(rows, Dim) and slabs > 1:
+        raise CodegenError(f"node {node.name!r}: stacked {w.dtype} weights over {rows} rows have no kernel")
+    from ggufc.codegen.kernels import quantize
+
+    rounded = low.schedule.new_value(form(product(x.ne[1:]), record), f"{x.name} (q8)")
+    all_sym, all_mult = rows_grid([product(x.ne[1:])])
+    low.emit(Step(quantize.Quantize(k, mode, False, 0.0), (flat, integer(k), NULL, rounded), (3,), x.name + ".q8", all_sym, 1, all_mult))
+    spec = matmul.MatMul(w.dtype, k, n, "none", False, sym or str(mult))
+    for s in range(slabs):
+        offset = s * (int(rows) if slabs > 1 else 0)
+        args = (weight, rounded.at(offset * record), out.at(4 * n * offset), integer(0), integer(n), NULL, integer(0), NULL)
+        low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
+
+
+def _unary(name: str) -> Emit:
+    return _pointwise(lambda node: (name, 0))
+
+
+RULES: dict[str, Emit] = {
+    **{name: _unary(name) for name in ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "neg", "sqrt", "softplus")},
+    **{name: _pointwise(lambda node: (node.op.name, 0, 1)) for name in ("add", "sub", "mul", "div")},
+    "glu": _pointwise(lambda node: ("mul", (node.attrs["fn"], 0), 1)),
+    "scale": _pointwise(lambda node: ("scale", 0, float(node.attrs["s"]), float(node.attrs["b"]))),
+    "softcap": _pointwise(lambda node: ("softcap", 0, float(node.attrs["cap"]))),
+    "clamp": _pointwise(lambda node: ("clamp", 0, float(node.attrs["min"]), float(node.attrs["max"]))),
+    "cont": _copy,
+    "cast": _copy,
+    "repeat": _copy,
+    "concat": _concat,
+    "soft_max": _soft_max,
+    "sum_rows": _two(lambda a, out, node: softmax.SumRows(a, out)),
+    "argsort": _two(lambda a, out, node: select.TopK(a, a.ne[0], node.attrs["order"])),
+    "top_k": _two(lambda a, out, node: select.TopK(a, int(node.attrs["k"]))),
+    "get_rows": _get_rows,
+    "kq_mask": _kq_mask,
+    "rms_norm": _norm_rows,
+    "rms_norm_mul": _norm_rows,
+    "norm": _norm_rows,
+    "rope": _rope,
+    "rope_apply": _rope_apply,
+    "mul_mat": _mul_mat,
+}
+"""Operator name -> how it is emitted."""
