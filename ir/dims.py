@@ -202,6 +202,7 @@ def product(dims: Iterable[IntDim]) -> IntDim:
     return total
 
 
+_MAX_DIGITS = 18  # what surely fits into 64 bits
 _TOKEN = re.compile(r"\s*(?:(?P<num>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<op>[-+*]))")
 
 
@@ -227,6 +228,8 @@ def parse_dim(text: str) -> IntDim:
                 continue
             if op:
                 raise IRError(f"{text!r} is not a dimension: a number or symbol must come before {op!r}.")
+            if m["num"] and len(m["num"]) > _MAX_DIGITS:
+                raise IRError(f"The number {m['num'][:_MAX_DIGITS]}... is too large for a dimension.")
             term = term * (int(m["num"]) if m["num"] else Sym(m["name"]))
             want_factor = False
         elif op == "*":

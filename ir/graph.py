@@ -209,7 +209,10 @@ class Graph:
     def set_operands(self, node: Node, operands: Iterable[Node]) -> None:
         """Replaces the operands of one node; its type must stay the same."""
         candidate = Node(node.op, tuple(operands), node.attrs, node.type, node.name, node.loc)
-        infer_type(candidate, node.type)
+        try:
+            infer_type(candidate, node.type)
+        except IRError as e:
+            raise IRError(e.message, graph=self, node=node) from None
         node.operands = candidate.operands
 
     def remove(self, nodes: Iterable[Node]) -> None:

@@ -53,7 +53,7 @@ def interpret(
         if trace is not None:
             trace(node, value)
         for dead in last_use.get(i, ()):
-            run.values.pop(dead, None)
+            run.drop(dead)
     out = {name: np.array(run.read(node)) for name, node in g.outputs.items()}
     caches.update({name: stored.data for name, stored in run.versions.items()})
     return out
@@ -93,6 +93,11 @@ def _last_uses(g: Graph) -> dict[int, list[Node]]:
     return out
 
 
+def _label(weight: Node) -> tuple[str, str]:
+    """What tells one weight from another: its derived key, or its tensor."""
+    return weight.attrs["derived"], "" if weight.attrs["derived"] else weight.attrs["tensor"]
+
+
 class _Run:
     """One evaluation: the values computed so far."""
 
@@ -102,7 +107,7 @@ class _Run:
         self.graph, self.weights, self.inputs, self.caches, self.env, self.rounded = g, weights, inputs, caches, env, rounded
         self.values: dict[Node, Any] = {}
         self.versions: dict[str, Stored] = {}
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[tuple[str, str], Stored] = {}
 
     def evaluate(self, node: Node) -> Any:
         leaf = getattr(self, f"_{node.op.name}", None) if node.is_leaf else None
@@ -121,6 +126,12 @@ class _Run:
         if node.op.writes_cache:
             self.versions[resource(node)] = value
         return value
+
+    def drop(self, node: Node) -> None:
+        """Forgets a value; the decoded form of a weight goes with the last node that stands for it."""
+        value = self.values.pop(node)
+        if node.op.name == "weight" and not any(v is value for v in self.values.values()):
+            self.tensors.pop(_label(node), None)
 
     def ne(self, t: TensorType) -> tuple[int, ...]:
         return tuple(evaluate(d, self.env) for d in t.ne)
@@ -163,7 +174,7 @@ class _Run:
 
     def _weight(self, node: Node) -> Stored:
         key, tensor = node.attrs["derived"], node.attrs["tensor"]
-        label = f"derived {key}" if key else tensor
+        label = _label(node)
         if label not in self.tensors:
             if key and key not in self.graph.derived:
                 raise IRError(f"Derived weight {key!r} has no entry in graph.derived.")

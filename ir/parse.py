@@ -30,7 +30,7 @@ from ggufc.ir.verify import verify
 _SPACE = re.compile(r"(?:\s+|#[^\n]*)*")
 _ID = re.compile(r"%[A-Za-z0-9_.]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NUMBER = re.compile(r"[-+]?(?:inf|[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
+_NUMBER = re.compile(r"[-+]?(?:inf|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _DIM = re.compile(r"[-+*A-Za-z0-9_ \t]+")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*\s*\[[^\]\n]*\]")
@@ -123,7 +123,7 @@ class _Parser:
             self.fail("nothing may follow the graph.")
         return g
 
-    def body(self, g: Graph) -> None:
+    def body(self, g: Graph, nested: bool = False) -> None:
         values: dict[str, Node] = {}
         while not self.accept("}"):
             if self.peek("%"):
@@ -142,25 +142,34 @@ class _Parser:
             into = sections[word]
             if key in into:
                 self.fail(f"{word} {key!r} is given twice.", key_at + 1)
-            into[key] = getattr(self, f"_{word}")(g, values, key)
+            if word == "output":
+                into[key] = self.output(values)
+            elif word == "derived":
+                into[key] = self.derived(g, key, nested)
+            else:
+                into[key] = self.analysis(key)
 
-    def _output(self, g: Graph, values: dict[str, Node], key: str) -> Node:
+    def output(self, values: dict[str, Node]) -> Node:
         self.expect("=", "after the output's name")
         return self.ref(values)
 
-    def _derived(self, g: Graph, values: dict[str, Node], key: str) -> Graph:
+    def derived(self, g: Graph, key: str, nested: bool) -> Graph:
+        if nested:
+            self.fail(f"derived weight {key!r} stands inside another derived weight; put its nodes there directly.")
         sub = Graph(key, g.arch)
         self.expect("{", "before the derived weight's nodes")
-        self.body(sub)
+        self.body(sub, nested=True)
         return sub
 
-    def _analysis(self, g: Graph, values: dict[str, Node], key: str) -> Any:
+    def analysis(self, key: str) -> Any:
         self.expect("=", "after the analysis' name")
         self.skip()
         try:
             data, self.pos = json.JSONDecoder().raw_decode(self.text, self.pos)
         except json.JSONDecodeError as e:
             self.fail(f"the result of analysis {key!r} is not JSON: {e.msg}.", e.pos)
+        except (RecursionError, ValueError) as e:
+            self.fail(f"the result of analysis {key!r} cannot be read: {e}.")
         return data
 
     def ref(self, values: dict[str, Node]) -> Node:

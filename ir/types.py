@@ -34,8 +34,8 @@ class TensorType:
         if not 1 <= len(self.ne) <= 4:
             raise IRError(f"A tensor has one to four dimensions, not {len(self.ne)}: {list(map(str, self.ne))}.")
         for d in self.ne:
-            if isinstance(d, int) and d < 0:
-                raise IRError(f"A dimension cannot be negative: {list(map(str, self.ne))}.")
+            if isinstance(d, int) and d < 1:
+                raise IRError(f"Every dimension must be at least 1: {list(map(str, self.ne))}.")
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.ne))}]"

@@ -174,6 +174,18 @@ def test_derived_weights_are_computed_from_the_files_tensors():
     np.testing.assert_allclose(interpret(g, raw, {"x": values}, {}, {"T": 1})["y"], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_weight_that_two_nodes_stand_for_is_looked_up_again_only_after_its_last_use():
+    g = Graph("g", symbols=("T",))
+    x = g.input("x", "embd", tt("f32", 32, T))
+    first = g.add("mul_mat", g.weight("w", tt("q8_0", 32, 32)), x)
+    g.outputs["y"] = g.add("mul_mat", g.weight("w", tt("q8_0", 32, 32)), first)
+    raw, asked, values = quantize("q8_0", normal(32, 32)), [], normal(1, 32)
+    out = interpret(g, lambda name: asked.append(name) or raw, {"x": values}, {}, {"T": 1})["y"]
+    w = dequantize("q8_0", raw, 32).astype(np.float64)
+    np.testing.assert_allclose(out, values @ w.T @ w.T, rtol=1e-4, atol=1e-4)
+    assert asked == ["w", "w"]
+
+
 def test_trace_sees_every_node_in_order():
     g = layer_graph()
     seen = []

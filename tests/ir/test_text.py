@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ir_cases import SYMBOLS, T, fused_attention, graphs, layer_graph, tt
 
 from ggufc.ir import Graph, IRError, parse_graph, print_graph, structural_equal
@@ -96,6 +97,9 @@ BAD = {
 }
 
 
+DAMAGED = [GOOD, print_graph(layer_graph())]
+
+
 def test_parse_errors_point_at_the_place(golden_text):
     parse_graph(GOOD)
     report = []
@@ -118,6 +122,31 @@ def test_undeclared_symbols_are_found_when_text_is_read():
 def test_truncated_text_is_refused(cut):
     with pytest.raises(IRError):
         parse_graph(GOOD[:cut])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_text_is_refused_in_words_or_read(data):
+    """No input makes the reader fail in any other way than with an ``IRError``."""
+    text = data.draw(st.sampled_from(DAMAGED))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        piece = data.draw(
+            st.sampled_from(["", "{", "}", "[", '"', "%0", "-", "9" * 5000, "T", "derived", " ", "\n", "#", "(", "\\u", "é", "0"])
+        )
+        text = text[:at] + piece + text[at + data.draw(st.integers(0, 5)) :]
+    try:
+        g = parse_graph(text)
+    except IRError:
+        return
+    assert structural_equal(parse_graph(print_graph(g)), g)
+
+
+def test_nesting_without_end_is_refused():
+    with pytest.raises(IRError, match="stands inside another derived weight"):
+        parse_graph("graph @g() {" + 'derived "a" {' * 5000)
+    with pytest.raises(IRError, match=r"cannot be read|is not JSON"):
+        parse_graph('graph @g() { analysis "a" = ' + "[" * 100000)
 
 
 def test_difference_names_what_differs():

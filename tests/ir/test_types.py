@@ -37,7 +37,7 @@ def test_quantised_means_blocked():
     assert [is_quantised(d) for d in ("f32", "bf16", "i32", "q8_0", "mxfp4")] == [False, False, False, True, True]
 
 
-@pytest.mark.parametrize("ne", [(), (1, 2, 3, 4, 5), (2, -1)])
+@pytest.mark.parametrize("ne", [(), (1, 2, 3, 4, 5), (2, -1), (2, 0)])
 def test_shapes_are_checked(ne):
     with pytest.raises(IRError):
         TensorType("f32", ne)
