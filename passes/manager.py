@@ -74,20 +74,24 @@ class PassManager:
         """Run all passes on ``graph`` in place.
 
         ``print_after``: a callback that receives (pass name, graph) after each pass, or the names of passes whose result is kept as
-        text in the record (``all`` for every pass). ``check=False`` skips verification (only for measuring passes). Raises
-        ``PassError``, naming the pass, when a pass leaves an invalid graph.
+        text in the record (``all`` for every pass). The graph is verified before the first pass and after each one that touched it;
+        ``check=False`` skips that (only for measuring passes). Raises ``PassError``, naming the pass, for an invalid graph.
         """
         names = frozenset() if callable(print_after) else self._known(print_after)
+        if check:
+            _verify(graph, "The graph given to the pipeline is invalid")
         records = []
         for item in self.passes:
-            before = len(graph.nodes)
+            before = _structure(graph)
             started = clock.perf_counter()
             result = item.apply(graph)
             if check:
-                _verify_after(item, graph)
+                # Most passes find nothing to do in most graphs, and verifying costs more than looking.
+                touched = graph if _structure(graph) != before else Graph(graph.name, analysis=graph.analysis)
+                _verify(touched, f"Pass '{item.name}' left an invalid graph")
             seconds = clock.perf_counter() - started if time else 0.0
             text = print_graph(graph) if item.name in names or "all" in names else ""
-            records.append(PassRecord(item.name, result.changed, dict(result.counts), seconds, before, len(graph.nodes), text))
+            records.append(PassRecord(item.name, result.changed, dict(result.counts), seconds, len(before[0]), len(graph.nodes), text))
             if callable(print_after):
                 print_after(item.name, graph)
         return records
@@ -124,8 +128,13 @@ def _options(name: str, text: str) -> dict[str, str]:
     return options
 
 
-def _verify_after(item: Pass, graph: Graph) -> None:
+def _structure(graph: Graph) -> tuple[list[object], list[object], list[str]]:
+    """What a pass can change of a graph: nodes and their operands, outputs, derived weights. Attributes of a node never change in place."""
+    return [(node, node.operands) for node in graph.nodes], list(graph.outputs.items()), list(graph.derived)
+
+
+def _verify(graph: Graph, what: str) -> None:
     try:
         verify(graph)
     except IRError as error:
-        raise PassError(f"Pass '{item.name}' left an invalid graph: {error}") from error
+        raise PassError(f"{what}: {error}") from error

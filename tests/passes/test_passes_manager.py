@@ -80,6 +80,26 @@ def test_a_pass_that_breaks_the_graph_is_named() -> None:
     assert isinstance(caught.value.__cause__, IRError)
 
 
+def test_a_graph_that_was_invalid_before_is_not_blamed_on_a_pass() -> None:
+    g = tiny_model(Tiny(layers=1))
+    g.nodes.reverse()
+    with pytest.raises(PassError, match="The graph given to the pipeline is invalid"):
+        PassManager.parse("cse").run(g)
+
+
+def test_analysis_results_must_be_plain_data() -> None:
+    @dataclass(frozen=True)
+    class Odd(Pass):
+        name: ClassVar[str] = "odd"
+
+        def apply(self, graph: Graph) -> PassResult:
+            graph.analysis["odd"] = {1: (2, 3)}
+            return PassResult(True)
+
+    with pytest.raises(PassError, match="Pass 'odd' left an invalid graph"):
+        PassManager((Odd(),)).run(tiny_model(Tiny(layers=1)))
+
+
 def test_records_tell_what_happened() -> None:
     g = tiny_model(Tiny(layers=1))
     before = len(g.nodes)
