@@ -10,9 +10,10 @@ Map of the room, in the order data flows:
 """
 
 from ggufc.models.architecture import Architecture
+from ggufc.models.caches import CacheInfo
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams, LayerParams, RopeParams
-from ggufc.models.model import CacheInfo, Model
+from ggufc.models.model import Model
 from ggufc.models.registry import ARCHITECTURES, load_model
 from ggufc.models.step import Step
 from ggufc.models.weights import TensorSpec, WeightInfo, Weights

@@ -7,12 +7,14 @@ to that statement and the estimator adds the same statements up, so neither can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from ggufc.ir import Graph, Node, TensorType
 from ggufc.ir.dims import IntDim
+from ggufc.ir.layout import contiguous_nb
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams
 from ggufc.models.step import SYMBOLS, Step
@@ -28,8 +30,8 @@ LINEAR_NODES = 5
 """weight, mul_mat, bias, its cast, add."""
 EMBEDDING_NODES = 3
 """weight, get_rows, scale."""
-HEAD_NODES = NORM_NODES + 2
-"""final norm, weight, mul_mat."""
+HEAD_NODES = NORM_NODES + 3
+"""final norm, weight, mul_mat, softcap."""
 
 
 class Builder:
@@ -65,6 +67,10 @@ class Builder:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    def shared(self, name: str, make: Callable[[str], Node]) -> Node:
+        """The node ``name``, made by ``make(name)`` when first asked for."""
+        return self._once(name, lambda: make(name))
 
     def _frame(self, key: str, make: Callable[[], Node]) -> Node:
         """A node all blocks share: whichever block asks first creates it, but none has to answer for it in its node count."""
@@ -148,10 +154,22 @@ class Builder:
                 return y
             return self.add("add", y, self.vector(f"{name}.bias"), name=f"{name}.biased")
 
+    def parts(self, x: Node, widths: Sequence[int], names: Sequence[str]) -> list[Node]:
+        """Dimension 0 of the contiguous x cut into parts of ``widths``, as views over all of its columns."""
+        ne, nb = x.type.ne, contiguous_nb(x.type.ne)
+        offsets = accumulate(widths, initial=0)
+        return [
+            self.add("view", x, name=name, ne=(width, *ne[1:]), nb=nb, offset=offset)
+            for width, name, offset in zip(widths, names, offsets)
+        ]
+
     def head(self, x: Node) -> Graph:
         """Final norm and logits f32 [n_vocab, O], which finish the graph; without an output matrix the token embedding serves as one."""
         with self.block("output", HEAD_NODES):
             x = self.rms_norm(x, "output_norm")
             matrix = "output.weight" if self.has("output.weight") else "token_embd.weight"
-            self.graph.outputs["logits"] = self.add("mul_mat", self.weight(matrix), x, name="logits")
+            logits = self.add("mul_mat", self.weight(matrix), x, name="logits")
+            if self.hp.logit_softcap:
+                logits = self.add("softcap", logits, name="logits_capped", cap=self.hp.logit_softcap)
+            self.graph.outputs["logits"] = logits
         return self.graph

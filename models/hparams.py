@@ -86,9 +86,40 @@ class RopeParams(msgspec.Struct, frozen=True):
         return msgspec.structs.asdict(self)
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """How router scores choose and weigh experts.
+
+    ``gate`` is what makes scores of the router's logits: ``softmax`` over all experts, ``sigmoid`` of each, or ``softmax_chosen``: the
+    logits choose, and a softmax over the chosen ones alone weighs. ``normalise`` divides the chosen scores by their sum, ``scale``
+    multiplies them afterwards.
+    """
+
+    gate: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+
+
+class LatentParams(msgspec.Struct, frozen=True):
+    """Sizes of latent attention (MLA): a query or key head is ``n_nope`` plain and ``n_rot`` rotated values, a value head ``n_value``.
+
+    ``rank`` is the length of a cell's latent, ``q_rank`` that of the queries' own latent, 0 where queries are projected directly.
+    """
+
+    n_nope: int
+    n_rot: int
+    n_value: int
+    rank: int
+    q_rank: int
+
+    @property
+    def row(self) -> int:
+        """Values per cell of the latent cache."""
+        return self.rank + self.n_rot
+
+
 class LayerParams(msgspec.Struct, frozen=True):
-    """What one layer is made of. ``window`` 0 sees everything; ``rope`` None turns nothing; ``n_expert`` 0 has one dense
-    feed-forward.
+    """What one layer is made of. ``window`` 0 sees everything; ``rope`` None turns nothing; ``softcap`` 0 leaves scores unbounded;
+    ``n_expert`` 0 has one dense feed-forward; ``n_ff_shared`` 0 has no shared expert; ``latent`` None is ordinary attention.
 
     ``n_ff`` is the width of the feed-forward, or of each expert.
     """
@@ -102,6 +133,10 @@ class LayerParams(msgspec.Struct, frozen=True):
     window: int = 0
     n_expert: int = 0
     n_expert_used: int = 0
+    softcap: float = 0.0
+    routing: Routing = Routing()
+    n_ff_shared: int = 0
+    latent: LatentParams | None = None
 
     @property
     def q_width(self) -> int:
@@ -114,7 +149,10 @@ class LayerParams(msgspec.Struct, frozen=True):
 
 
 class HParams(msgspec.Struct, frozen=True):
-    """Everything a builder reads. Lengths are counts of values; ``norm_eps`` belongs to every norm of the model."""
+    """Everything a builder reads. Lengths are counts of values; ``norm_eps`` belongs to every norm of the model.
+
+    ``logit_softcap`` bounds the logits where it is not 0.
+    """
 
     arch: str
     n_layer: int
@@ -123,16 +161,26 @@ class HParams(msgspec.Struct, frozen=True):
     n_vocab: int
     norm_eps: float
     layers: tuple[LayerParams, ...]
+    logit_softcap: float = 0.0
 
     def windows(self) -> tuple[int, ...]:
         """The distinct attention windows, smallest first."""
         return tuple(sorted({layer.window for layer in self.layers}))
 
 
-def resolve(keys: DenseKeys, metadata: Mapping[str, Any], arch: str, mode: RopeMode) -> HParams:
+def resolve(
+    keys: DenseKeys,
+    metadata: Mapping[str, Any],
+    arch: str,
+    mode: RopeMode,
+    *,
+    n_ff: Sequence[int] | None = None,
+    head_dim: int | None = None,
+) -> HParams:
     """Hyperparameters of a uniform pre-norm transformer with full attention and score scale 1/sqrt(head_dim).
 
-    Raises ``ModelError`` where keys contradict each other.
+    ``n_ff`` gives the width of each layer's feed-forward or experts where other keys than the shared one decide it, ``head_dim`` the
+    size of a query and key head likewise. Raises ``ModelError`` where keys contradict each other.
     """
 
     def key(name: str) -> str:
@@ -140,14 +188,16 @@ def resolve(keys: DenseKeys, metadata: Mapping[str, Any], arch: str, mode: RopeM
 
     n_head = per_layer(keys.n_head, keys.n_layer, key("attention.head_count"))
     n_head_kv = n_head if keys.n_head_kv is None else per_layer(keys.n_head_kv, keys.n_layer, key("attention.head_count_kv"))
-    n_ff = per_layer(keys.n_ff, keys.n_layer, key("feed_forward_length"))
+    if n_ff is None:
+        n_ff = per_layer(keys.n_ff, keys.n_layer, key("feed_forward_length"))
     for i, (h, g) in enumerate(zip(n_head, n_head_kv)):
         if h % g:
             raise ModelError(
                 f"layer {i} has {h} query heads ({key('attention.head_count')}) that {g} key/value heads "
                 f"({key('attention.head_count_kv')}) cannot share equally; the first must be a multiple of the second"
             )
-    head_dim = _head_dim(keys, n_head[0], key)
+    if head_dim is None:
+        head_dim = _head_dim(keys, n_head[0], key)
     n_rot = head_dim if keys.n_rot is None else keys.n_rot
     if n_rot > head_dim or n_rot % 2:
         raise ModelError(

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from ggufc.ir import Graph, Node
-from ggufc.models.architecture import RESIDUAL_NODES, Architecture, common_tensors, decoder, norm_tensors, residual
-from ggufc.models.attention import ATTENTION_NODES, PROJECTIONS, ROPE_FACTORS, attention, attention_tensors
-from ggufc.models.blocks import NORM_NODES, Builder
+from ggufc.ir import Graph
+from ggufc.models.architecture import Architecture, common_tensors, norm_tensors
+from ggufc.models.attention import PROJECTIONS, attention_tensors
+from ggufc.models.blocks import Builder
+from ggufc.models.caches import ROPE_FACTORS
 from ggufc.models.errors import ModelError
-from ggufc.models.ffn import FFN_NODES, ffn, ffn_tensors
-from ggufc.models.hparams import DenseKeys, HParams, LayerParams, resolve
+from ggufc.models.ffn import ffn_tensors
+from ggufc.models.hparams import DenseKeys, HParams, resolve
 from ggufc.models.metadata import read_keys
-from ggufc.models.moe import moe, moe_nodes, moe_tensors
+from ggufc.models.moe import moe_tensors
+from ggufc.models.prenorm import pre_norm_decoder, pre_norm_nodes
 from ggufc.models.weights import TensorSpec
 
 
@@ -44,19 +46,7 @@ def tensors(hp: HParams, present: Container[str]) -> Iterator[TensorSpec]:
 
 def build(b: Builder) -> Graph:
     """The unfused evaluation graph with the output ``logits`` f32 [n_vocab, O]."""
-    return decoder(b, _layer)
+    return pre_norm_decoder(b)
 
 
-def _layer(b: Builder, x: Node, i: int, rows: Node | None) -> Node:
-    branch = attention(b, b.rms_norm(x, f"blk.{i}.attn_norm"), i, rows=rows)
-    x = residual(b, x, branch, f"blk.{i}.attn_residual", rows)
-    normed = b.rms_norm(x, f"blk.{i}.ffn_norm")
-    branch = (moe if b.hp.layers[i].n_expert else ffn)(b, normed, i, "silu")
-    return residual(b, x, branch, f"blk.{i}.ffn_residual")
-
-
-def _layer_nodes(layer: LayerParams) -> int:
-    return 2 * (NORM_NODES + RESIDUAL_NODES) + ATTENTION_NODES + (moe_nodes(layer) if layer.n_expert else FFN_NODES)
-
-
-LLAMA = Architecture("llama", read, tensors, build, _layer_nodes)
+LLAMA = Architecture("llama", read, tensors, build, pre_norm_nodes)

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from ggufc.ir import Graph
 from ggufc.models.architecture import Architecture
-from ggufc.models.attention import ROPE_FACTORS
 from ggufc.models.blocks import Builder
+from ggufc.models.caches import CacheInfo, key_rope, layer_caches
 from ggufc.models.hparams import HParams
 from ggufc.models.step import Step
 from ggufc.models.weights import TensorSpec, Weights
@@ -20,22 +18,6 @@ OBSERVATIONS = "observations"
 """Key of ``graph.analysis`` that holds what the builder observed: the reuse key in plain data."""
 NODE_ESTIMATE = "node-estimate"
 """Key of ``graph.analysis`` that holds the family's node budget for this graph."""
-
-
-class CacheInfo(msgspec.Struct, frozen=True):
-    """One persistent KV resource of a model: ``width`` values per cell, in heads of ``head_dim``.
-
-    ``rope`` holds what rotated the keys (empty for values and keys that are not rotated), ``window`` the layer's attention window.
-    """
-
-    name: str
-    layer: int
-    part: str
-    dtype: str
-    width: int
-    head_dim: int
-    window: int
-    rope: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,31 +69,16 @@ class Model:
         """The most nodes ``build(step)`` can make. Graphs of these families have the same nodes for every step."""
         return self.architecture.node_estimate(self.hparams)
 
-    def cache_rope(self, layer: int) -> dict[str, Any]:
+    def cache_rope(self, layer: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Attributes of the operator that rotated layer ``layer``'s keys, as a K-shift needs them; empty where keys are not
-        rotated.
+        rotated, ``caches.UNSHIFTABLE`` where they cannot be turned again.
 
         ``factors`` names the tensor of frequency divisors where the model has one.
         """
-        rope = self.hparams.layers[layer].rope
-        if rope is None:
-            return {}
-        return rope.attrs() | ({"factors": ROPE_FACTORS} if ROPE_FACTORS in self.weights else {})
+        return key_rope(self.hparams.layers[layer], self.weights, Step(options))
 
     def caches(self, options: Mapping[str, Any] | None = None) -> list[CacheInfo]:
-        """The KV resources of every graph of this model, under the builder options ``type_k`` and ``type_v``."""
+        """The KV resources of every graph of this model, under the builder options ``type_k``, ``type_v``, ``mla`` and
+        ``n_ctx_seq``."""
         step = Step(options)
-        return [
-            CacheInfo(
-                f"blk.{i}.{part}",
-                i,
-                part,
-                str(step.observe(f"type_{part}")),
-                layer.kv_width,
-                layer.head_dim,
-                layer.window,
-                self.cache_rope(i) if part == "k" else {},
-            )
-            for i, layer in enumerate(self.hparams.layers)
-            for part in ("k", "v")
-        ]
+        return [cache for i, layer in enumerate(self.hparams.layers) for cache in layer_caches(layer, i, self.weights, step)]

@@ -10,9 +10,10 @@ from ggufc.models.errors import ModelError
 from ggufc.models.gemma3 import GEMMA3
 from ggufc.models.llama import LLAMA
 from ggufc.models.model import Model
+from ggufc.models.qwen2 import QWEN2
 from ggufc.models.weights import check_tensors
 
-ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA3)}
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA3, QWEN2)}
 
 ARCH_KEY = "general.architecture"
 

@@ -18,10 +18,13 @@ Value = int | bool | str
 SYMBOLS = ("T", "O", "C", "KV", "R")
 """Symbols of an evaluation graph: tokens, rows with logits, cache cells, visible cells (padded), cell list entries."""
 
-OPTIONS: dict[str, Value] = {"type_k": "f16", "type_v": "f16", "embd_input": False}
-"""Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input."""
+OPTIONS: dict[str, Value] = {"type_k": "f16", "type_v": "f16", "embd_input": False, "mla": 3, "n_ctx_seq": 0}
+"""Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input; how latent attention
+is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence may
+have, as models with factors for long contexts ask (0: not more than the original context)."""
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
+_RANGES = {"mla": 3, "n_ctx_seq": 1 << 30}
 
 _PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")
 _COMPARE = {
@@ -107,4 +110,6 @@ def _checked(name: str, value: Value) -> Value:
         raise ModelError(f"builder option {name!r} must be a {type(OPTIONS[name]).__name__}, not {value!r}")
     if name in ("type_k", "type_v") and value not in CACHE_TYPES:
         raise ModelError(f"builder option {name!r}: a KV cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
+    if name in _RANGES and not 0 <= int(value) <= _RANGES[name]:
+        raise ModelError(f"builder option {name!r} is {value}; it must lie between 0 and {_RANGES[name]}")
     return value

@@ -18,7 +18,7 @@ _NO_WEIGHTS = frozenset(("i8", "i16", "i32", "i64", "f64"))
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor an architecture reads: its name, its ggml shape, and whether the file may lack it.
+    """A tensor an architecture reads: its name, its ggml shape (``also``: others in use for it), and whether the file may lack it.
 
     ``vector`` marks one-dimensional tensors (norms, biases), which must be plain floats; matrices may have any weight type.
     """
@@ -26,6 +26,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     ne: tuple[int, ...]
     optional: bool = False
+    also: tuple[tuple[int, ...], ...] = ()
 
     @property
     def vector(self) -> bool:
@@ -66,14 +67,11 @@ def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, Any], arch:
 def _shape(spec: TensorSpec, tensor: Any) -> tuple[int, ...]:
     ne = tuple(int(n) for n in tensor.ne)
     # Writers may or may not store trailing dimensions of size 1.
-    trimmed = ne
-    while len(trimmed) > len(spec.ne) and trimmed[-1] == 1:
-        trimmed = trimmed[:-1]
-    if trimmed != spec.ne:
-        raise ModelError(
-            f"tensor {spec.name!r} has the shape {list(ne)}, but the hyperparameters say {list(spec.ne)}; the file contradicts itself"
-        )
-    return trimmed
+    for accepted in (spec.ne, *spec.also):
+        if ne[: len(accepted)] == accepted and all(n == 1 for n in ne[len(accepted) :]):
+            return accepted
+    shapes = " or ".join(str(list(accepted)) for accepted in (spec.ne, *spec.also))
+    raise ModelError(f"tensor {spec.name!r} has the shape {list(ne)}, but the hyperparameters say {shapes}; the file contradicts itself")
 
 
 def _dtype(spec: TensorSpec, tensor: Any) -> str:

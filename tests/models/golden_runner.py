@@ -5,10 +5,8 @@ One cell per token, contiguous where room allows; a cell knows its position and 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,18 +17,6 @@ from ggufc.ir.interp import interpret
 from ggufc.models import Model, Step, load_model
 
 PAD = 32
-
-
-def _shared() -> ModuleType:
-    """``tests/conftest.py`` under a name of its own: ``import conftest`` gives whichever conftest pytest loaded last."""
-    spec = importlib.util.spec_from_file_location("ggufc_shared_conftest", Path(__file__).parent.parent / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ROOT, BUNDLED_GOLDEN, golden_cases = (getattr(_shared(), name) for name in ("ROOT", "BUNDLED_GOLDEN", "golden_cases"))
 
 
 class Cells:
@@ -96,7 +82,8 @@ class Runner:
         self.model = model
         self.cells = Cells(options.get("n_ctx", 256))
         self.n_ubatch = options.get("n_ubatch", 256)
-        self.options = {key: options[key] for key in ("type_k", "type_v") if key in options}
+        self.options = {key: options[key] for key in ("type_k", "type_v", "mla") if key in options}
+        self.options["n_ctx_seq"] = options.get("n_ctx", 256) // options.get("n_seq_max", 1)
         self.weights = {name: data(name) for name in model.weights}
         self.graphs: dict[bool, Graph] = {}
         self.clear()

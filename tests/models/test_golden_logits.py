@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_runner import BUNDLED_GOLDEN, Runner, assert_close, golden_cases, run_case
+from golden_runner import Runner, assert_close, run_case
+from support import BUNDLED_GOLDEN, golden_cases
 
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.models import load_model
 
-CASES = golden_cases("llama-", "gemma3-", "quant-")
+CASES = golden_cases("llama-", "gemma3-", "quant-", "qwen2-")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
