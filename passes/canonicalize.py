@@ -20,8 +20,8 @@ def same_elements(a: Layout, b: Layout) -> bool:
 
 
 def contiguous(rw: Rewriter, node: Node) -> Node:
-    """``node``, or a contiguous copy of it where it is strided."""
-    return node if is_contiguous(node) else rw.add("cont", node, name=f"{node.name}.cont")
+    """``node``, or a contiguous copy of it where it is strided or may be overwritten by the next write to its cache."""
+    return node if is_contiguous(node) and not is_version(root(node)) else rw.add("cont", node, name=f"{node.name}.cont")
 
 
 @rule("view-of-same", op(_VIEWS, any_node("x")))
@@ -79,9 +79,9 @@ def do_cont(rw: Rewriter, node: Node, m: Match) -> Node | None:
 
 @rule("cast-to-same", op("cast", any_node("x")))
 def do_cast(rw: Rewriter, node: Node, m: Match) -> Node | None:
-    """A cast to the dtype the operand has, if no copy out of a cache is meant."""
+    """A cast to the dtype the operand has is a copy at most."""
     x = m["x"]
-    if x.dtype != node.dtype or is_version(root(x)) or (x.type.quantised and not is_contiguous(x)):
+    if x.dtype != node.dtype or (x.type.quantised and (is_version(root(x)) or not is_contiguous(x))):
         return None
     return contiguous(rw, x)
 

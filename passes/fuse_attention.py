@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.ir import Node
 from ggufc.ir.dims import IntDim
 from ggufc.ir.layout import layout
-from ggufc.ir.ops.cache import is_version
+from ggufc.ir.ops.cache import is_version, written_version
 from ggufc.passes.base import RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
 from ggufc.passes.rules import Match, Pattern, Rewriter, Rule, any_node, op, rule
@@ -54,6 +55,8 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     v_heads = _cache_heads(vv, ne0, along_cells=0)
     if k_heads is None or v_heads is None or k_heads[1] != v_heads[1]:
         return None
+    if any(_superseded(rw, cache, node) for cache, _ in (k_heads, v_heads)):
+        return None
     n_head_kv = k_heads[1]
     if queries.type.ne4[3] != 1 or not isinstance(heads, int) or heads % n_head_kv:
         return None
@@ -74,6 +77,20 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
         name=f"{node.name}.fused",
     )
     return rw.add("permute", fused, axes=_HEADS_TO_ROWS[: max(3, node.type.rank)])
+
+
+def _superseded(rw: Rewriter, version: Node, node: Node) -> bool:
+    """Is the cache written again before ``node``? The scores may have been computed earlier; the fused operator reads both caches late."""
+    return any(
+        user.op.writes_cache and written_version(user) is version and rw.stands_before(user, node) for user in _through_views(rw, version)
+    )
+
+
+def _through_views(rw: Rewriter, node: Node) -> Iterator[Node]:
+    for user in rw.users(node):
+        yield user
+        if user.is_view:
+            yield from _through_views(rw, user)
 
 
 def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, int] | None:

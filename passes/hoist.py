@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,7 +32,7 @@ class Hoist(Pass):
         texts = {print_graph(sub): key for key, sub in graph.derived.items()}
         hoisted = 0
         for node in [n for n in graph.nodes if n in constant and _is_frontier(rw, n, constant)]:
-            sub = _extract(graph, node)
+            sub = _extract(graph, rw.in_order(_ancestors(node)))
             text = print_graph(sub)
             key = texts.get(text)
             if key is None:
@@ -77,27 +77,39 @@ def _is_frontier(rw: Rewriter, node: Node, constant: set[Node]) -> bool:
     return False
 
 
-def _extract(graph: Graph, node: Node) -> Graph:
-    """The subgraph that computes ``node``; derived weights it reads are inlined, so that derived graphs depend on file tensors only."""
+def _extract(graph: Graph, sources: list[Node]) -> Graph:
+    """The subgraph that computes the last of ``sources`` (it and all it depends on, in order); derived weights it reads are inlined, so that derived graphs depend on file tensors only."""
     sub = Graph("derived", graph.arch)
     copies: dict[Node, Node] = {}
-    sub.outputs[DERIVED_OUTPUT] = _copy(graph, node, sub, copies)
+    for source in sources:
+        derived = source.attrs["derived"] if source.op.name == "weight" else ""
+        if derived:
+            inner = graph.derived[derived]
+            for part in inner.nodes:
+                copies[part] = _copy(part, sub, copies)
+            copies[source] = copies[inner.outputs[DERIVED_OUTPUT]]
+        else:
+            copies[source] = _copy(source, sub, copies)
+    sub.outputs[DERIVED_OUTPUT] = copies[sources[-1]]
     return sub
 
 
-def _copy(graph: Graph, node: Node, into: Graph, copies: dict[Node, Node]) -> Node:
-    if node in copies:
-        return copies[node]
-    derived = node.attrs.get("derived") if node.op.name == "weight" else None
-    if derived:
-        source = graph.derived[derived]
-        copies[node] = _copy(source, source.outputs[DERIVED_OUTPUT], into, copies)
-        return copies[node]
-    operands = [_copy(graph, operand, into, copies) for operand in node.operands]
+def _ancestors(node: Node) -> set[Node]:
+    """``node`` and everything it is computed from."""
+    found = {node}
+    stack = [node]
+    while stack:
+        for operand in stack.pop().operands:
+            if operand not in found:
+                found.add(operand)
+                stack.append(operand)
+    return found
+
+
+def _copy(node: Node, into: Graph, copies: Mapping[Node, Node]) -> Node:
     attrs = {key: value for key, value in node.attrs.items() if key != "name"}
     declared = node.type if node.op.declared_type else None
-    copies[node] = into.add(node.op.name, *operands, name=node.name, type=declared, **attrs)
-    return copies[node]
+    return into.add(node.op.name, *(copies[operand] for operand in node.operands), name=node.name, type=declared, **attrs)
 
 
 def _fresh_key(graph: Graph, node: Node) -> str:

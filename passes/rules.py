@@ -105,6 +105,7 @@ class Rewriter:
             for operand in n.operands:
                 self._users[operand][n] = None
         self._outputs = set(graph.outputs.values())
+        self._rank = {n: i for i, n in enumerate(graph.nodes)}
         self._before: dict[Node, list[Node]] = {}
         self._gone: set[Node] = set()
         self._fresh: list[Node] = []
@@ -121,6 +122,14 @@ class Rewriter:
         """Exactly one user, and no output: if that user goes, so may the node."""
         return len(self._users[node]) == 1 and node not in self._outputs
 
+    def stands_before(self, a: Node, b: Node) -> bool:
+        """Program order; a new node stands where the node it was made for stood."""
+        return self._rank[a] < self._rank[b]
+
+    def in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        """Nodes in program order."""
+        return sorted(nodes, key=self._rank.__getitem__)
+
     def is_gone(self, node: Node) -> bool:
         return node in self._gone
 
@@ -133,6 +142,7 @@ class Rewriter:
         node = self.graph.add(op_name, *operands, name=name or self.at.name, loc=loc or self.at.loc, type=type, **attrs)
         self.graph.nodes.pop()
         self._users[node] = {}
+        self._rank[node] = self._rank[self.at]
         for operand in node.operands:
             self._users[operand][node] = None
         self._before.setdefault(self.at, []).append(node)

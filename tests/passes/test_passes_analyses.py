@@ -6,10 +6,12 @@ import copy
 
 import pytest
 from hypothesis import given, settings
-from passes_graphs import SYMBOLS, C, T, Tiny, f32, graph, tiny_model, tiny_models
+from hypothesis import strategies as st
+from passes_graphs import SYMBOLS, C, T, Tiny, Weights, f32, graph, step_inputs, tiny_model, tiny_models
 
-from ggufc.ir import Graph, Sym, TensorType, print_graph
-from ggufc.passes import DEFAULT_PIPELINE, PassError, PassManager
+from ggufc.ir import Graph, Node, Sym, TensorType, interpret, print_graph
+from ggufc.ir.layout import root
+from ggufc.passes import DEFAULT_PIPELINE, FUSIONS, PassError, PassManager
 from ggufc.passes.cache_fixups import check_fixups
 from ggufc.passes.memory_plan import intervals, liveness, plan, size_form
 from ggufc.passes.memory_planner import evaluate
@@ -263,6 +265,31 @@ def test_fusing_never_needs_more_memory(m: Tiny) -> None:
     PassManager.parse(DEFAULT_PIPELINE).run(fused)
     a, b = unfused.analysis["memory-plan"], fused.analysis["memory-plan"]
     assert b["peak"] < a["peak"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(tiny_models(), st.sampled_from(["", "cse", FUSIONS]))
+def test_no_value_is_overwritten_before_its_last_read(m: Tiny, pipeline: str) -> None:
+    # a whole evaluation in planned memory: each buffer remembers whose value it holds
+    g = tiny_model(m)
+    weights = Weights(g, 1)
+    PassManager.parse(pipeline).run(g)
+    values = intervals(g)
+    slot_of = plan(values).assignment
+    holds: dict[int, Node] = {}
+
+    def execute(node: Node, _: object) -> None:
+        if node.is_view:
+            return
+        for source in map(root, node.operands):
+            if id(source) in slot_of:
+                assert holds[slot_of[id(source)]] is source, f"{node.name} reads {source.name} too late"
+        if id(node) in slot_of:
+            holds[slot_of[id(node)]] = node
+
+    arrays, env = step_inputs(g, 2, 0, 1, 1)
+    interpret(g, weights, arrays, {}, env, trace=execute)
+    assert len(set(slot_of.values())) < len(values)
 
 
 def test_the_representative_sizes_are_options() -> None:

@@ -112,6 +112,25 @@ def activation_of(g: Graph) -> Node:
     return g.add("mul_mat", g.weight("w", f32(16, 8)), g.input("embd", "embd", f32(16, T)))
 
 
+@pytest.mark.parametrize("neutral", ["scale", "add", "repeat", "cast"])
+def test_arithmetic_that_copies_out_of_a_cache_becomes_a_copy(neutral: str) -> None:
+    g = graph()
+    slots = g.input("kv_slots", "kv_slots", TensorType("i32", (T,)))
+    cache = g.cache("blk.0.k", f32(8, C))
+    if neutral == "scale":
+        old = g.add("scale", cache, s=1.0)
+    elif neutral == "add":
+        old = g.add("add", cache, g.const(0.0))
+    elif neutral == "repeat":
+        old = g.add("repeat", cache, ne=(8, C))
+    else:
+        old = g.add("cast", cache, dtype="f32")
+    g.add("set_rows", cache, activation_of(g), slots)
+    g.outputs["old"] = g.add("silu", old)
+    run(g, "canonicalize")
+    assert ops(g) == ["cont", "mul_mat", "set_rows", "silu"]
+
+
 # cse, dce
 
 
@@ -301,6 +320,19 @@ def test_fuse_attention_with_softcap(between: str, scale: float, softcap: float)
     assert attention_counts(text.replace("{scale = 1.0}", "{scale = 0.5}")) == {}
     # and so is a shift before it
     assert attention_counts(text.replace("{s = 0.25}", "{s = 0.25, b = 1.0}")) == ({} if "0.25" in text else {"flash-attention-softcap": 1})
+
+
+def test_fuse_attention_does_not_move_a_read_behind_a_write() -> None:
+    write = """  %slots = input "kv_slots" {kind = "kv_slots"} : i32[T]
+  %rows = reshape(%x) {ne = [32, T]} : f32[32, T]
+  %half = view(%rows) {ne = [16, T], nb = [1, 32]} : f32[16, T]
+  %k1 = set_rows(%k, %half, %slots) {name = "later"} : f16[16, C]
+"""
+    # the scores are computed from the old keys, the weighted sum comes after the new ones
+    between = ATTENTION.replace("  %p = soft_max", f"{write}  %p = soft_max")
+    assert attention_counts(between) == {}
+    after = ATTENTION.replace("  output", f"{write}  output")
+    assert attention_counts(after) == {"flash-attention": 1}
 
 
 def test_fuse_attention_sees_through_the_decoding_of_quantised_values() -> None:
@@ -511,6 +543,16 @@ def test_hoist_computes_equal_things_once_and_inlines_what_it_hoisted_before() -
     want = 2.0 * np.arange(8, dtype=np.float32)
     got = interpret(g, {"w": np.arange(8, dtype=np.float32)}, {"embd": np.ones((1, 8), np.float32)}, {}, {s: 1 for s in SYMBOLS})["y"]
     assert np.array_equal(got[0], -want + want)
+
+
+def test_hoist_serves_a_value_that_is_read_inside_and_outside() -> None:
+    g = graph()
+    x = g.input("embd", "embd", f32(8, T))
+    inner = g.add("neg", g.weight("w", f32(8)), name="inner")
+    outer = g.add("scale", inner, s=2.0, name="outer")
+    g.outputs["y"] = g.add("add", g.add("mul", x, inner), outer)
+    assert run(g, "hoist") == {"hoisted": 2}
+    assert {key: ops(sub) for key, sub in g.derived.items()} == {"inner": ["neg"], "outer": ["neg", "scale"]}
 
 
 def test_hoist_leaves_run_time_values_alone() -> None:
