@@ -29,16 +29,15 @@ class Hoist(Pass):
         """See the class."""
         constant = _weight_only(graph)
         rw = Rewriter(graph)
-        texts = {print_graph(sub): key for key, sub in graph.derived.items()}
+        known = {_meaning(sub): key for key, sub in graph.derived.items()}
         hoisted = 0
         for node in [n for n in graph.nodes if n in constant and _is_frontier(rw, n, constant)]:
             sub = _extract(graph, rw.in_order(_ancestors(node)))
-            text = print_graph(sub)
-            key = texts.get(text)
+            meaning = _meaning(sub)
+            key = known.get(meaning)
             if key is None:
-                key = _fresh_key(graph, node)
+                key = known[meaning] = _fresh_key(graph, node)
                 graph.derived[key] = sub
-                texts[text] = key
             rw.at = node
             rw.replace(node, rw.add("weight", type=node.type, derived=key, name=key))
             hoisted += 1
@@ -78,7 +77,10 @@ def _is_frontier(rw: Rewriter, node: Node, constant: set[Node]) -> bool:
 
 
 def _extract(graph: Graph, sources: list[Node]) -> Graph:
-    """The subgraph that computes the last of ``sources`` (it and all it depends on, in order); derived weights it reads are inlined, so that derived graphs depend on file tensors only."""
+    """The subgraph that computes the last of ``sources``, which are it and all it depends on, in order.
+
+    Derived weights it reads are inlined, so that derived graphs depend on file tensors only.
+    """
     sub = Graph("derived", graph.arch)
     copies: dict[Node, Node] = {}
     for source in sources:
@@ -110,6 +112,15 @@ def _copy(node: Node, into: Graph, copies: Mapping[Node, Node]) -> Node:
     attrs = {key: value for key, value in node.attrs.items() if key != "name"}
     declared = node.type if node.op.declared_type else None
     return into.add(node.op.name, *(copies[operand] for operand in node.operands), name=node.name, type=declared, **attrs)
+
+
+def _meaning(sub: Graph) -> str:
+    """The text of a derived graph without the names of its computed nodes: equal for equal computations."""
+    anonymous = sub.clone()
+    for node in anonymous.nodes:
+        if not node.is_leaf:
+            node.name = node.loc = ""
+    return print_graph(anonymous)
 
 
 def _fresh_key(graph: Graph, node: Node) -> str:

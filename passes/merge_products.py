@@ -12,8 +12,11 @@ from ggufc.passes.rules import Rewriter
 
 
 def is_projection(rw: Rewriter, node: Node) -> bool:
-    """``mul_mat`` with a 2-D weight that nothing else reads: stacking a shared weight (tied embeddings) would store it twice."""
-    if node.op.name != "mul_mat":
+    """``mul_mat`` with a 2-D weight that nothing else reads: stacking a shared weight (tied embeddings) would store it twice.
+
+    Outputs stay as they are, since they are handed out as contiguous tensors.
+    """
+    if node.op.name != "mul_mat" or rw.is_output(node):
         return False
     weight = node.operands[0]
     return weight.op.name == "weight" and weight.type.rank == 2 and rw.used_once(weight)

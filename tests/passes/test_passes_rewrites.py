@@ -451,6 +451,12 @@ def test_merge_qkv_near_misses() -> None:
     g.outputs["y"] = g.add("add", g.add("silu", a), g.add("mul_mat", a.operands[0], g.add("neg", a.operands[1])))
     assert run(g, "merge-qkv") == {}
 
+    g = graph()  # an output is handed out as it is
+    a, b = products(g, ("f32", 32), ("f32", 32))
+    store(g, b)
+    g.outputs["y"] = a
+    assert run(g, "merge-qkv") == {}
+
     g = graph()  # experts are three-dimensional
     x = g.add("reshape", g.add("silu", g.input("embd", "embd", f32(32, T))), ne=(32, T, 1))
     a, b = (g.add("mul_mat", g.weight(f"w{i}", f32(32, 32, 1)), x) for i in range(2))
@@ -531,6 +537,7 @@ def test_hoist_computes_equal_things_once_and_inlines_what_it_hoisted_before() -
     a, b = (g.add("scale", g.weight("w", f32(8)), s=2.0, name=f"n{i}") for i in range(2))
     g.outputs["y"] = g.add("add", g.add("mul", x, a), b)
     run(g, "hoist")
+    assert list(g.derived) == ["n0"]
     first = g.find("weight")[0]
     user = g.users()[first][0]
     with g.insert_before(user):
