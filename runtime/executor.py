@@ -108,6 +108,7 @@ class Executor:
         self.n_evals = 0
         self._profile: np.ndarray | None = None
         try:
+            self._first_arg: list[int] = []
             self._allocate()
             self._bind()
             if profile:
@@ -180,8 +181,8 @@ class Executor:
             place = self._places["weight", name] = (int(data.__array_interface__["data"][0]), data.size)
         return place
 
-    def _bind(self) -> None:
-        """Fill the launch table, the argument arrays and the exec record.
+    def _resolved(self) -> tuple[list[int], list[tuple[int, int, int, int, int, int]]]:
+        """Arguments of all launches one after another, and (kernel, first argument, symbol, div, mult, wait) per launch.
 
         Every pointer is checked to start inside its buffer, so a manifest that does not fit its file is refused here and cannot crash a
         kernel's first load.
@@ -200,15 +201,17 @@ class Executor:
             rows.append((kernels[launch.kernel], len(flat), symbols[launch.sym], launch.div, launch.mult, wait))
             for arg in launch.args:
                 flat.append(arg.value if arg.kind == "int" else resolve(arg, index))
-        self._args = np.array(flat or [0], dtype=np.int64)
-        args_base = self._args.__array_interface__["data"][0]
+        return flat, rows
+
+    def _bind(self) -> None:
+        """Allocate what the native driver reads and fill it.
+
+        This memory is written in place afterwards and never replaced: a worker that was descheduled may still look at it after an
+        evaluation.
+        """
+        flat, rows = self._resolved()
+        self._args = np.zeros(max(len(flat), 1), np.int64)
         self._table = np.zeros((max(len(rows), 1), abi.LAUNCH_WORDS), np.int64)
-        if rows:
-            columns = np.array(rows, dtype=np.int64)
-            columns[:, 1] = columns[:, 1] * 8 + args_base
-            order = [abi.LAUNCH_FN, abi.LAUNCH_ARGS, abi.LAUNCH_SYM, abi.LAUNCH_DIV, abi.LAUNCH_MULT, abi.LAUNCH_WAIT]
-            self._table[: len(rows), order] = columns
-        self._first_arg = [row[1] for row in rows]
         self._counters = Region(8 * abi.COUNTER_WORDS * max(len(rows), 1), "launch counters")
         self.params = np.zeros(len(abi.PARAMS), np.int64)
         self._exec = np.zeros(abi.EXEC_WORDS, np.int64)
@@ -217,7 +220,19 @@ class Executor:
         self._exec[abi.EXEC_PARAMS] = self.params.__array_interface__["data"][0]
         self._exec[abi.EXEC_COUNTERS] = self._counters.base
         self._exec_address = int(self._exec.__array_interface__["data"][0])
+        self.team.hold(self._args, self._table, self._counters, self.params, self._exec)
+        self._fill(flat, rows)
         self._bind_fixups()
+
+    def _fill(self, flat: list[int], rows: list[tuple[int, int, int, int, int, int]]) -> None:
+        if not rows:
+            return
+        self._args[: len(flat)] = flat
+        columns = np.array(rows, dtype=np.int64)
+        columns[:, 1] = columns[:, 1] * 8 + self._args.__array_interface__["data"][0]
+        order = [abi.LAUNCH_FN, abi.LAUNCH_ARGS, abi.LAUNCH_SYM, abi.LAUNCH_DIV, abi.LAUNCH_MULT, abi.LAUNCH_WAIT]
+        self._table[: len(rows), order] = columns
+        self._first_arg = [row[1] for row in rows]
 
     def _resolve(self, arg: fmt.Arg, index: int) -> int:
         kind = arg.kind
@@ -264,10 +279,7 @@ class Executor:
 
     def rebind(self) -> None:
         """Resolve everything again, as if no graph could be reused."""
-        profile = self._profile is not None
-        self._bind()
-        if profile:
-            self.enable_profile()
+        self._fill(*self._resolved())
 
     def eval(self, T: int, O: int, R: int, KV: int, head: int = 0) -> None:
         """Evaluate one micro-batch from the input buffers: T tokens, O output rows, R entries of the cell list, KV visible cells.

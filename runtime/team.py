@@ -70,10 +70,10 @@ class Team:
         self._address = self._pool_memory.base
         self._call = _EVAL(evaluate)
         entry = _ENTRY(worker)
-        holds = (keep, self._pool_memory, self._scratch)
+        self._holds: list[object] = [keep, self._pool_memory, self._scratch]
         self._threads: list[threading.Thread] = []
         for tid in range(1, n_threads):
-            thread = threading.Thread(target=_work, args=(entry, self._address, tid, holds), name=f"ggufc-{tid}", daemon=True)
+            thread = threading.Thread(target=_work, args=(entry, self._address, tid, self._holds), name=f"ggufc-{tid}", daemon=True)
             thread.start()
             self._threads.append(thread)
         self._finalizer = weakref.finalize(self, _stop, self.pool, self._threads)
@@ -83,6 +83,14 @@ class Team:
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
+
+    def hold(self, *memory: object) -> None:
+        """Keep what an evaluation reads (launch table, parameters, counters) until the threads have gone.
+
+        A worker that was descheduled may look at them after ``eval`` has returned, finds nothing left to claim, and must find memory to
+        read that from.
+        """
+        self._holds.extend(memory)
 
     def eval(self, exec_address: int) -> None:
         self._call(self._address, exec_address)
