@@ -35,11 +35,13 @@ class Architecture:
         return frame + sum(self.layer_nodes(layer) for layer in hp.layers)
 
 
-def common_tensors(hp: HParams) -> Iterator[TensorSpec]:
-    """Embedding, final norm and the optional output matrix (absent: tied to the embedding)."""
+def common_tensors(hp: HParams, *, tied: bool | None = None) -> Iterator[TensorSpec]:
+    """Embedding, final norm and output matrix: by default optional (absent: the embedding serves as one), required unless ``tied``,
+    and never read where the family is always ``tied``."""
     yield TensorSpec("token_embd.weight", (hp.n_embd, hp.n_vocab))
     yield TensorSpec("output_norm.weight", (hp.n_embd,))
-    yield TensorSpec("output.weight", (hp.n_embd, hp.n_vocab), optional=True)
+    if tied is not True:
+        yield TensorSpec("output.weight", (hp.n_embd, hp.n_vocab), optional=tied is None)
 
 
 def norm_tensors(hp: HParams, i: int, *names: str) -> Iterator[TensorSpec]:

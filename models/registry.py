@@ -7,13 +7,17 @@ from typing import Any, Protocol
 
 from ggufc.models.architecture import Architecture
 from ggufc.models.errors import ModelError
+from ggufc.models.gemma2 import GEMMA2
 from ggufc.models.gemma3 import GEMMA3
 from ggufc.models.llama import LLAMA
 from ggufc.models.model import Model
+from ggufc.models.phi3 import PHI3
 from ggufc.models.qwen2 import QWEN2
+from ggufc.models.qwen3 import QWEN3, QWEN3MOE
+from ggufc.models.smollm3 import SMOLLM3
 from ggufc.models.weights import check_tensors
 
-ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA3, QWEN2)}
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA2, GEMMA3, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)}
 
 ARCH_KEY = "general.architecture"
 
