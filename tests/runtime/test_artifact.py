@@ -8,6 +8,7 @@ import time
 
 import fake_model
 import msgspec
+import numpy as np
 import pytest
 
 from ggufc.formats import artifact as fmt
@@ -230,12 +231,15 @@ def test_four_hundred_launches_bind_quickly(tmp_path):
         Artifact.open(fake_model.write(tmp_path / "a", described)) as artifact,
         Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8) as executor,
     ):
+        before = executor._table.copy(), executor._args.copy(), executor._table
         seconds = []
         for _ in range(5):
             began = time.perf_counter()
             executor.rebind()
             seconds.append(time.perf_counter() - began)
         assert min(seconds) < 0.010
+        # In place: a worker that was descheduled may still be reading the old table.
+        assert executor._table is before[2] and np.array_equal(executor._table, before[0]) and np.array_equal(executor._args, before[1])
 
 
 def test_caches_are_zero_aligned_and_sized_by_their_rows(toy):  # S8, S53
