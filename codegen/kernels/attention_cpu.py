@@ -16,22 +16,20 @@ on the size of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from llvmlite import ir
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I32, I64, PTR, Emitter, Value, Var, vec
+from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value, Var, vec
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache, vmath
+from ggufc.codegen.kernels.attention_cells import AHEAD, RING_BYTES, STEP, CellRows
 
 TOKEN_BLOCK = 16
 """Tokens per tile of work: ``FlashAttn`` runs over ``n_head_kv * ceil(T / TOKEN_BLOCK)`` tiles."""
-
-STEP = 16
-"""Entries of the cell list per softmax step."""
 
 _LOWEST = -3.4028234663852886e38
 
@@ -78,8 +76,8 @@ class _Scratch:
         """Steps converted and scored together."""
         self.padded = -(-spec.dv // 16) * 16
         self.size = 0
-        self.k_rows = self._take(8 * STEP)
-        self.v_rows = self._take(8 * STEP)
+        self.k_ring = self._take(RING_BYTES)
+        self.v_ring = self._take(RING_BYTES)
         self.k = self._take(4 * STEP * spec.d * self.steps)
         self.v = self._take(4 * STEP * self.padded * self.steps)
         self.q = self._take(4 * spec.d * self.rows)
@@ -95,6 +93,16 @@ class _Scratch:
         return at
 
 
+class _Span(NamedTuple):
+    """The entries of a run of tokens: ``low..high-1`` any token sees, ``all_low..all_high-1`` all see."""
+
+    cells: Value
+    low: Value
+    high: Value
+    all_low: Value
+    all_high: Value
+
+
 class _Attention:
     def __init__(self, spec: FlashAttn, e: Emitter) -> None:
         self.spec, self.e, self.s = spec, e, _Scratch(spec)
@@ -104,10 +112,12 @@ class _Attention:
         b = e.b
         self.g = b.urem(e.tile, e.i64(spec.n_head_kv))
         self.first = b.mul(b.udiv(e.tile, e.i64(spec.n_head_kv)), e.i64(TOKEN_BLOCK))
-        self.q, self.ldq, self.k, self.v = e.arg_ptr(0), e.arg_int(1), e.arg_ptr(2), e.arg_ptr(3)
+        self.q, self.ldq = e.arg_ptr(0), e.arg_int(1)
         self.cells, self.visible, self.out, self.ldo = e.arg_ptr(4), e.arg_ptr(5), e.arg_ptr(6), e.arg_int(7)
-        self.k_head = b.mul(self.g, e.i64(cache.row_bytes(spec.type_k, spec.d)))
-        self.v_head = b.mul(self.g, e.i64(cache.row_bytes(spec.type_v, spec.dv)))
+        self.keys = CellRows(e, spec.type_k, spec.d, spec.n_head_kv, e.arg_ptr(2), self.g, self.at(self.s.k_ring))
+        self.values = CellRows(e, spec.type_v, spec.dv, spec.n_head_kv, e.arg_ptr(3), self.g, self.at(self.s.v_ring))
+        # With few query heads a lone token uses each converted value too rarely to store it first.
+        self.direct = self.s.group <= 4 and self.s.group * self.width <= self.registers
 
     def at(self, region: int, index: Value | int = 0, size: int = 0) -> Value:
         return self.e.at(self.e.gep(self.e.scratch, region), index, size)
@@ -151,34 +161,102 @@ class _Attention:
             with e.for_range(0, s.group, name="head") as h:
                 self.start_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h), lo, hi)
         rows = b.mul(b.sub(end, begin), e.i64(s.group))
-        cells = e.at(self.cells, base, 4)
-        low_v, high_v, all_low_v, all_high_v = low.get(), high.get(), all_low.get(), all_high.get()
-        first_step = b.ashr(low_v, e.i64(4))
-        stop = b.ashr(b.add(high_v, e.i64(STEP - 1)), e.i64(4))
-        with e.for_range(first_step, stop, s.steps, name="steps") as step:
-            count = e.imin(e.i64(s.steps), b.sub(stop, step))
+        span = _Span(e.at(self.cells, base, 4), low.get(), high.get(), all_low.get(), all_high.get())
+        first = b.ashr(span.low, e.i64(4))
+        stop = b.ashr(b.add(span.high, e.i64(STEP - 1)), e.i64(4))
+        with e.for_range(first, e.imin(stop, b.add(first, e.i64(AHEAD))), name="announce") as step:
+            self.announce(span, step)
+        if self.direct:
+            with e.if_else(b.icmp_signed("==", rows, e.i64(s.group))) as (alone, several):
+                with alone, e.for_range(first, stop, name="step") as step:
+                    self.step_alone(span, step, stop)
+                with several:
+                    self.steps_together(span, rows, first, stop)
+        else:
+            self.steps_together(span, rows, first, stop)
+        with e.for_range(begin, end, name="token") as t, e.for_range(0, s.group, name="head") as h:
+            self.finish_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h))
+
+    def announce(self, span: _Span, step: Value) -> None:
+        """Addresses and prefetch of a step's cells; entries that no token sees stand for the nearest one seen."""
+        e, b = self.e, self.e.b
+        entry, last = b.shl(step, e.i64(4)), b.sub(span.high, e.i64(1))
+        with e.for_range(0, STEP, name="entry") as j:
+            seen = e.imax(e.imin(b.add(entry, j), last), span.low)
+            cell = e.sext64(e.load(I32, e.at(span.cells, seen, 4)))
+            slot = b.add(self.ring_slot(step), j)
+            self.keys.announce(slot, cell)
+            self.values.announce(slot, cell)
+
+    def announce_ahead(self, span: _Span, step: Value, stop: Value) -> None:
+        ahead = self.e.b.add(step, self.e.i64(AHEAD))
+        with self.e.if_(self.e.b.icmp_signed("<", ahead, stop)):
+            self.announce(span, ahead)
+
+    def ring_slot(self, step: Value) -> Value:
+        return self.e.b.shl(self.e.b.and_(step, self.e.i64(2 * AHEAD - 1)), self.e.i64(4))
+
+    def steps_together(self, span: _Span, rows: Value, first: Value, stop: Value) -> None:
+        """Convert a few steps to scratch, score them, then take them in order."""
+        e, b, s = self.e, self.e.b, self.s
+        with e.for_range(first, stop, s.steps, name="steps") as group:
+            count = e.imin(e.i64(s.steps), b.sub(stop, group))
             with e.for_range(0, count, name="convert") as i:
-                entry = b.shl(b.add(step, i), e.i64(4))
-                self.find_rows(cells, entry, low_v, b.sub(high_v, e.i64(1)))
-                self.convert_k(self.at(s.k, i, 4 * STEP * self.spec.d))
-                self.convert_v(self.at(s.v, i, 4 * STEP * s.padded))
+                step = b.add(group, i)
+                self.announce_ahead(span, step, stop)
+                self.keys.store_columns(self.ring_slot(step), self.at(s.k, i, 4 * STEP * self.spec.d))
+                self.values.store_rows(self.ring_slot(step), self.at(s.v, i, 4 * STEP * s.padded), s.padded)
             self.scores(rows, count)
             with e.for_range(0, count, name="step") as i:
-                entry = b.shl(b.add(step, i), e.i64(4))
+                entry = b.shl(b.add(group, i), e.i64(4))
                 p = self.at(s.p, i, 4 * STEP * s.rows)
                 v = self.at(s.v, i, 4 * STEP * s.padded)
                 with e.for_range(0, rows, name="row") as r:
                     self.soften(p, entry, r)
-                whole = b.and_(
-                    b.icmp_signed(">=", entry, all_low_v), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), all_high_v)
-                )
+                whole = b.and_(b.icmp_signed(">=", entry, span.all_low), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), span.all_high))
                 with e.if_else(whole) as (all_visible, partly):
                     with all_visible:
-                        self.for_groups(rows, self.value_groups(), lambda r, n, p=p, v=v: self.add_values(p, v, r, n))
+                        self.for_groups(rows, self.value_groups(), lambda r, n, p=p, v=v: self.add_values(p, v, r, n))  # type: ignore[misc]
                     with partly, e.for_range(0, rows, name="row") as r:
                         self.add_visible_values(p, v, entry, r)
-        with e.for_range(begin, end, name="token") as t, e.for_range(0, s.group, name="head") as h:
-            self.finish_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h))
+
+    def step_alone(self, span: _Span, step: Value, stop: Value) -> None:
+        """One step for the heads of one token, straight from the cache: the same chains as ``steps_together``."""
+        e, b, s, n = self.e, self.e.b, self.s, self.lanes
+        ty = vec(F32, n)
+        self.announce_ahead(span, step, stop)
+        slot, entry = self.ring_slot(step), b.shl(step, e.i64(4))
+        p = self.at(s.p)
+        scores = [[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(s.group)]
+        for i, count in self.keys.chunks():
+            q = e.at(self.at(s.q), i, 4)
+            for w in range(self.width):
+                for c, column in enumerate(self.keys.columns(slot, n * w, i, count)):
+                    for row, cells in enumerate(scores):
+                        factor = e.splat(e.load(F32, e.gep(q, 4 * (self.spec.d * row + c))), n)
+                        cells[w].set(e.fma(factor, column, cells[w].get()))
+        for row, cells in enumerate(scores):
+            for w, cell in enumerate(cells):
+                e.store(cell.get(), e.gep(p, 4 * (STEP * row + n * w)))
+        with e.for_range(0, s.group, name="row") as r:
+            self.soften(p, entry, r)
+        begin, end = e.imax(b.sub(span.low, entry), e.i64(0)), e.imin(b.sub(span.high, entry), e.i64(STEP))
+
+        def columns(i: Value, vectors: int, count: int) -> None:
+            rows = [e.at(self.at(s.acc, row, 4 * s.padded), i, 4) for row in range(s.group)]
+            acc = [[e.var(ty, e.load(ty, e.gep(at, 4 * n * c))) for c in range(vectors)] for at in rows]
+            with e.for_range(begin, end, name="entry") as j:
+                source = self.values.row(slot, j)
+                factors = [e.splat(e.load(F32, e.gep(e.at(p, j, 4), 4 * STEP * row)), n) for row in range(s.group)]
+                for c in range(vectors):
+                    value = self.values.load(source, b.add(i, e.i64(n * c)), min(n, count - n * c))
+                    for row, cells in enumerate(acc):
+                        cells[c].set(e.fma(factors[row], value, cells[c].get()))
+            for at, cells in zip(rows, acc):
+                for c, cell in enumerate(cells):
+                    e.store(cell.get(), e.gep(at, 4 * n * c))
+
+        self.value_columns(columns, min(4, self.registers // s.group))
 
     def for_groups(self, rows: Value, sizes: list[int], body: Callable[[Value, int], None]) -> None:
         """``body(row, n)`` over all rows in groups of the static ``sizes``, largest first; the last size is 1."""
@@ -277,65 +355,6 @@ class _Attention:
             at = e.gep(sums, 4 * n * w)
             e.store(b.fadd(e.load(vec(F32, n), at), probability), at)
 
-    # -- cache rows --------------------------------------------------------------------------------------------------
-
-    def find_rows(self, cells: Value, entry: Value, low: Value, last: Value) -> None:
-        """Addresses of the step's 16 K and V heads; entries that no token sees stand for the nearest one seen. Prefetches ahead."""
-        e, b, s, spec = self.e, self.e.b, self.s, self.spec
-        k_row, v_row = (cache.row_bytes(t, n * spec.n_head_kv) for t, n in ((spec.type_k, spec.d), (spec.type_v, spec.dv)))
-        k_base, v_base = e.gep(self.k, self.k_head), e.gep(self.v, self.v_head)
-
-        def cell(index: Value) -> Value:
-            return e.sext64(e.load(I32, e.at(cells, e.imax(e.imin(index, last), low), 4)))
-
-        with e.for_range(0, STEP, name="entry") as j:
-            here = cell(b.add(entry, j))
-            e.store(e.at(k_base, here, k_row), self.at(s.k_rows, j, 8))
-            e.store(e.at(v_base, here, v_row), self.at(s.v_rows, j, 8))
-            ahead = cell(b.add(b.add(entry, j), e.i64(STEP * s.steps)))
-            for start, row, size in (
-                (k_base, k_row, cache.row_bytes(spec.type_k, spec.d)),
-                (v_base, v_row, cache.row_bytes(spec.type_v, spec.dv)),
-            ):
-                for line in range(0, size, 64):
-                    e.prefetch(e.gep(e.at(start, ahead, row), line), 3)
-
-    def load_chunk(self, dtype: str, row: Value, i: Value, count: int) -> Value:
-        """``lanes`` f32 starting with element ``i`` of the head at ``row``; lanes past ``count`` are zero."""
-        e, b, n = self.e, self.e.b, self.lanes
-        if dtype == "q8_0":
-            block = e.at(row, b.udiv(i, e.i64(cache.Q8_0_VALUES)), cache.Q8_0_BYTES)
-            return cache.load_q8_0(e, n, block, b.urem(i, e.i64(cache.Q8_0_VALUES)), cache.q8_0_scale(e, block))
-        return cache.load_f32(e, dtype, n, e.at(row, i, cache.SIZES[dtype]), count)
-
-    def chunks(self, n: int) -> Iterator[tuple[Value, int]]:
-        """(index, count) over 0..n-1 in vectors, as a loop and a static tail."""
-        e, lanes = self.e, self.lanes
-        if n >= lanes:
-            with e.for_range(0, n - n % lanes, lanes, name="chunk") as i:
-                yield i, lanes
-        if n % lanes:
-            yield e.i64(n - n % lanes), n % lanes
-
-    def convert_k(self, target: Value) -> None:
-        """K rows to f32[STEP, d]: element i of all entries side by side."""
-        e, n, spec = self.e, self.lanes, self.spec
-        for i, count in self.chunks(spec.d):
-            for part in range(0, STEP, n):
-                rows = [e.load(PTR, self.at(self.s.k_rows, part + j, 8)) for j in range(n)]
-                columns = transpose(e, [self.load_chunk(spec.type_k, row, i, count) for row in rows])
-                for c in range(count):
-                    e.store(columns[c], e.gep(e.at(target, i, 4 * STEP), 4 * (STEP * c + part)))
-
-    def convert_v(self, target: Value) -> None:
-        """V rows to f32[padded, STEP]."""
-        e, spec, s = self.e, self.spec, self.s
-        with e.for_range(0, STEP, name="entry") as j:
-            row = e.load(PTR, self.at(s.v_rows, j, 8))
-            to = e.at(target, j, 4 * s.padded)
-            for i, count in self.chunks(spec.dv):
-                e.store(self.load_chunk(spec.type_v, row, i, count), e.at(to, i, 4))
-
     # -- products ----------------------------------------------------------------------------------------------------
 
     def scores(self, rows: Value, count: Value) -> None:
@@ -381,23 +400,22 @@ class _Attention:
         most = self.registers // 4
         return sorted({most, min(self.s.group, most), 1}, reverse=True)
 
-    def value_columns(self, body: Callable[[Value, int], None]) -> None:
-        """``body(element, vectors)`` over the value's elements, four vectors at a time."""
-        e, n = self.e, self.lanes
-        vectors = -(-self.spec.dv // n)
-        whole = vectors - vectors % 4
+    def value_columns(self, body: Callable[[Value, int, int], None], most: int = 4) -> None:
+        """``body(element, vectors, elements)`` over the value's elements, ``most`` vectors at a time; the last vector may be partial."""
+        e, n, dv = self.e, self.lanes, self.spec.dv
+        whole = dv // (most * n) * most * n
         if whole:
-            with e.for_range(0, whole * n, 4 * n, name="column") as i:
-                body(i, 4)
-        if vectors % 4:
-            body(e.i64(whole * n), vectors % 4)
+            with e.for_range(0, whole, most * n, name="column") as i:
+                body(i, most, most * n)
+        if dv > whole:
+            body(e.i64(whole), -(-(dv - whole) // n), dv - whole)
 
     def add_values(self, p: Value, v: Value, r: Value, n_rows: int) -> None:
         """acc += p V for ``n_rows`` rows that see the whole step."""
         e, s, n = self.e, self.s, self.lanes
         ty = vec(F32, n)
 
-        def columns(i: Value, vectors: int) -> None:
+        def columns(i: Value, vectors: int, _count: int) -> None:
             rows = [e.at(self.at(s.acc, e.b.add(r, e.i64(row)), 4 * s.padded), i, 4) for row in range(n_rows)]
             acc = [[e.load(ty, e.gep(row, 4 * n * c)) for c in range(vectors)] for row in rows]
             values = e.at(v, i, 4)
@@ -421,7 +439,7 @@ class _Attention:
         begin, end = e.imax(lo, e.i64(0)), e.imin(hi, e.i64(STEP))
         row_p = e.at(p, r, 4 * STEP)
 
-        def columns(i: Value, vectors: int) -> None:
+        def columns(i: Value, vectors: int, _count: int) -> None:
             at = e.at(self.at(s.acc, r, 4 * s.padded), i, 4)
             acc = [e.var(ty, e.load(ty, e.gep(at, 4 * n * c))) for c in range(vectors)]
             with e.for_range(begin, end, name="entry") as j:
@@ -433,29 +451,3 @@ class _Attention:
                 e.store(cell.get(), e.gep(at, 4 * n * c))
 
         self.value_columns(columns)
-
-
-def transpose(e: Emitter, rows: list[Value]) -> list[Value]:
-    """Columns of a square block of f32 vectors (4, 8 or 16)."""
-    n = len(rows)
-
-    def quads(offsets: list[int]) -> list[int]:
-        return [4 * q + o if o < 4 else n + 4 * q + o - 4 for q in range(n // 4) for o in offsets]
-
-    low, high = quads([0, 4, 1, 5]), quads([2, 6, 3, 7])  # interleave within each 128-bit lane
-    left, right = quads([0, 1, 4, 5]), quads([2, 3, 6, 7])
-    out: list[Value] = []
-    for i in range(0, n, 4):
-        a, c, d, f = rows[i : i + 4]
-        t = [e.shuffle(a, c, low), e.shuffle(a, c, high), e.shuffle(d, f, low), e.shuffle(d, f, high)]
-        out += [e.shuffle(t[0], t[2], left), e.shuffle(t[0], t[2], right), e.shuffle(t[1], t[3], left), e.shuffle(t[1], t[3], right)]
-    # out[4 * q + c], lane group l: rows 4q..4q+3 of column 4l + c. Exchange the group index with q.
-    step = n // 2
-    while step >= 4:
-        for i in range(n):
-            if not i & step:
-                a, c = out[i], out[i + step]
-                out[i] = e.shuffle(a, c, [lane if not lane & step else n + lane - step for lane in range(n)])
-                out[i + step] = e.shuffle(a, c, [lane + step if not lane & step else n + lane for lane in range(n)])
-        step //= 2
-    return out

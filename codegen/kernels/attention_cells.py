@@ -1,0 +1,104 @@
+"""The cache side of attention: addresses of listed cells, prefetch, and conversion of K and V heads to f32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ggufc.codegen.emitter import PTR, Emitter, Value
+from ggufc.codegen.kernels import cache
+
+STEP = 16
+"""Entries of the cell list per softmax step."""
+
+AHEAD = 4
+"""Steps between the prefetch of a step's cells and their use."""
+
+RING_BYTES = 2 * AHEAD * STEP * 8
+"""Addresses of twice ``AHEAD`` steps; K and V have a ring each."""
+
+
+class CellRows:
+    """One side (K or V) of the cache for one KV head: rows of ``n`` values of ``dtype`` inside cells of ``n_head`` such rows."""
+
+    def __init__(self, e: Emitter, dtype: str, n: int, n_head: int, base: Value, head: Value, ring: Value) -> None:
+        self.e, self.dtype, self.n, self.ring = e, dtype, n, ring
+        self.row_size = cache.row_bytes(dtype, n)
+        self.cell_size = self.row_size * n_head
+        self.base = e.at(base, head, self.row_size)
+
+    def announce(self, slot: Value, cell: Value) -> None:
+        """Note the address of ``cell`` under ring index ``slot`` and start fetching it into the second-level cache."""
+        e = self.e
+        row = e.at(self.base, cell, self.cell_size)
+        e.store(row, e.at(self.ring, slot, 8))
+        for line in range(0, self.row_size, 64):
+            e.prefetch(e.gep(row, line), 2)
+
+    def row(self, first: Value, j: Value | int) -> Value:
+        """Address of entry ``j`` of the step whose ring index starts at ``first``."""
+        return self.e.load(PTR, self.e.at(self.e.at(self.ring, first, 8), j, 8))
+
+    def chunks(self) -> Iterator[tuple[Value, int]]:
+        """(index, count) over the row in vectors: a loop, then a static tail."""
+        e, lanes = self.e, self.e.target.lanes
+        if self.n >= lanes:
+            with e.for_range(0, self.n - self.n % lanes, lanes, name="chunk") as i:
+                yield i, lanes
+        if self.n % lanes:
+            yield e.i64(self.n - self.n % lanes), self.n % lanes
+
+    def load(self, row: Value, i: Value, count: int) -> Value:
+        """f32 lanes starting with value ``i`` of ``row``; lanes past ``count`` are zero."""
+        e, b, lanes = self.e, self.e.b, self.e.target.lanes
+        if self.dtype == "q8_0":
+            block = e.at(row, b.udiv(i, e.i64(cache.Q8_0_VALUES)), cache.Q8_0_BYTES)
+            return cache.load_q8_0(e, lanes, block, b.urem(i, e.i64(cache.Q8_0_VALUES)), cache.q8_0_scale(e, block))
+        return cache.load_f32(e, self.dtype, lanes, e.at(row, i, cache.SIZES[self.dtype]), count)
+
+    def columns(self, first: Value, part: int, i: Value, count: int) -> list[Value]:
+        """Values i..i+count-1, each as one vector over the step's entries part..part+lanes-1."""
+        rows = [self.row(first, part + j) for j in range(self.e.target.lanes)]
+        return transpose(self.e, [self.load(row, i, count) for row in rows])[:count]
+
+    def store_columns(self, first: Value, target: Value) -> None:
+        """The step as f32[STEP, n]: value i of all entries side by side."""
+        e, lanes = self.e, self.e.target.lanes
+        for i, count in self.chunks():
+            for part in range(0, STEP, lanes):
+                for c, column in enumerate(self.columns(first, part, i, count)):
+                    e.store(column, e.gep(e.at(target, i, 4 * STEP), 4 * (STEP * c + part)))
+
+    def store_rows(self, first: Value, target: Value, padded: int) -> None:
+        """The step as f32[padded, STEP]."""
+        e = self.e
+        with e.for_range(0, STEP, name="entry") as j:
+            row = self.row(first, j)
+            to = e.at(target, j, 4 * padded)
+            for i, count in self.chunks():
+                e.store(self.load(row, i, count), e.at(to, i, 4))
+
+
+def transpose(e: Emitter, rows: list[Value]) -> list[Value]:
+    """Columns of a square block of f32 vectors (4, 8 or 16)."""
+    n = len(rows)
+
+    def quads(offsets: list[int]) -> list[int]:
+        return [4 * q + o if o < 4 else n + 4 * q + o - 4 for q in range(n // 4) for o in offsets]
+
+    low, high = quads([0, 4, 1, 5]), quads([2, 6, 3, 7])  # interleave within each 128-bit lane
+    left, right = quads([0, 1, 4, 5]), quads([2, 3, 6, 7])
+    out: list[Value] = []
+    for i in range(0, n, 4):
+        a, c, d, f = rows[i : i + 4]
+        t = [e.shuffle(a, c, low), e.shuffle(a, c, high), e.shuffle(d, f, low), e.shuffle(d, f, high)]
+        out += [e.shuffle(t[0], t[2], left), e.shuffle(t[0], t[2], right), e.shuffle(t[1], t[3], left), e.shuffle(t[1], t[3], right)]
+    # Lane group l of out[4q + c] holds rows 4q..4q+3 of column 4l + c. Exchange l with q, bit by bit.
+    step = n // 2
+    while step >= 4:
+        for i in range(n):
+            if not i & step:
+                a, c = out[i], out[i + step]
+                out[i] = e.shuffle(a, c, [lane if not lane & step else n + lane - step for lane in range(n)])
+                out[i + step] = e.shuffle(a, c, [lane + step if not lane & step else n + lane for lane in range(n)])
+        step //= 2
+    return out
