@@ -185,7 +185,7 @@ def test_graphs_without_a_key_and_values_without_a_form_are_refused() -> None:
 
 
 def test_the_budget_reports_both_and_refuses_a_graph_over_it() -> None:
-    # S102
+    # S102: the refusal
     g = tiny_model(Tiny(layers=1))
     g.analysis["node-estimate"] = len(g.nodes)
     PassManager.parse("node-budget").run(g)

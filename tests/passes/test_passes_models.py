@@ -81,7 +81,7 @@ def test_fused_models_compute_what_the_builders_built(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", CASES, ids=lambda p: p.name)
 def test_final_graphs_keep_their_promises(folder: Path) -> None:
-    # S74, S102
+    # S74
     _, _, g = build(folder)
     PassManager.parse(DEFAULT_PIPELINE.replace("node-budget", "node-budget{required=1}")).run(g)
     check_fixups(g)

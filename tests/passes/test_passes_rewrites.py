@@ -135,7 +135,6 @@ def test_arithmetic_that_copies_out_of_a_cache_becomes_a_copy(neutral: str) -> N
 
 
 def test_cse_merges_leaves_and_chains_once() -> None:
-    # S116
     g = graph()
     x = g.input("embd", "embd", f32(16, T))
     a = g.add("silu", g.add("mul", x, g.weight("w", f32(16))))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from passes_graphs import CELLS, Tiny, Weights, evaluate, tiny_model, tiny_models
+from passes_graphs import CELLS, T, Tiny, Weights, evaluate, f32, graph, tiny_model, tiny_models
 
-from ggufc.ir import Graph, parse_graph, print_graph
+from ggufc.ir import Graph, interpret, parse_graph, print_graph
+from ggufc.ir.layout import is_contiguous, layout
 from ggufc.ir.storage import decode
 from ggufc.passes import DEFAULT_PIPELINE, FUSIONS, PassManager
 
@@ -55,6 +56,56 @@ def test_any_order_of_passes_keeps_logits_and_caches(m: Tiny, order: list[str], 
     final = built.clone()
     PassManager.parse(",".join(order)).run(final)
     assert_same_results(built, final, Weights(built, seed), [2, 1])
+
+
+@st.composite
+def random_graphs(draw: st.DrawFn) -> Graph:
+    """Chains and joins of views, copies and arithmetic, many of them without effect."""
+    g = graph()
+    x = g.add("reshape", g.input("embd", "embd", f32(24, T)), ne=(4, 3, 2, T))
+    pool = [g.add("silu", x)]
+    for _ in range(draw(st.integers(1, 9))):
+        a = draw(st.sampled_from(pool))
+        ne = a.type.ne
+        kind = draw(st.sampled_from(["permute", "transpose", "cont", "reshape", "window", "scale", "add", "join", "neg"]))
+        if kind == "permute":
+            a = g.add("permute", a, axes=tuple(draw(st.permutations(range(4)))))
+        elif kind == "reshape":
+            a = a if is_contiguous(a) else g.add("cont", a)
+            a = g.add("reshape", a, ne=draw(st.sampled_from([(4, 3, 2, T), (2, 6, 2, T), (24, 1, 1, T), (T, 1, 4, 6)])))
+        elif kind == "window" and isinstance(ne[0], int) and ne[0] > 1:
+            where = layout(a)
+            a = g.add("view", a, ne=(ne[0] // 2, *ne[1:]), nb=where.nb, offset=where.nb[0])
+            a = g.add("concat", a, a, dim=0)
+            if a.type.ne != ne:
+                a = g.add("reshape", g.add("silu", pool[0]), ne=ne)
+        elif kind == "scale":
+            a = g.add("scale", a, s=draw(st.sampled_from([1.0, 2.0])), b=draw(st.sampled_from([0.0, 1.0])))
+        elif kind == "add":
+            a = g.add(draw(st.sampled_from(["add", "sub", "mul"])), a, g.const(draw(st.sampled_from([0.0, 1.0]))))
+        elif kind == "join":
+            same = [b for b in pool if b.type == a.type]
+            a = g.add("mul", a, draw(st.sampled_from(same)))
+        elif kind in ("transpose", "cont", "neg"):
+            a = g.add(kind, a)
+        pool.append(a)
+    g.outputs = {f"y{i}": g.add("neg", node) for i, node in enumerate(pool[-3:])}
+    return g
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_graphs(), st.sampled_from(["canonicalize", "cse", "canonicalize,cse,dce", "cse,canonicalize"]))
+def test_cleaning_up_random_graphs_changes_no_value(built: Graph, pipeline: str) -> None:
+    final = built.clone()
+    PassManager.parse(pipeline).run(final)
+    inputs = {"embd": np.random.default_rng(1).normal(size=(3, 24)).astype(np.float32)}
+    want = interpret(built, {}, inputs, {}, {s: 3 for s in built.symbols})
+    got = interpret(final, {}, inputs, {}, {s: 3 for s in built.symbols})
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+    if pipeline == "canonicalize":
+        (again,) = PassManager.parse(pipeline).run(final)
+        assert not again.changed
 
 
 @settings(max_examples=8, deadline=None)
