@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ggufc.codegen.emitter import PTR, Emitter, Value
+from ggufc.codegen.emitter import I16, PTR, Emitter, Value
 from ggufc.codegen.kernels import cache
 
 STEP = 16
@@ -25,6 +25,9 @@ class CellRows:
         self.row_size = cache.row_bytes(dtype, n)
         self.cell_size = self.row_size * n_head
         self.base = e.at(base, head, self.row_size)
+        # Sixteen-bit values are transposed before they are widened, 32 per row and vector: half the shuffles.
+        self.paired = dtype in ("f16", "bf16") and e.target.lanes == STEP
+        self.block = 2 * e.target.lanes if self.paired else e.target.lanes
 
     def announce(self, slot: Value, cell: Value) -> None:
         """Note the address of ``cell`` under ring index ``slot`` and start fetching it into the second-level cache."""
@@ -38,14 +41,14 @@ class CellRows:
         """Address of entry ``j`` of the step whose ring index starts at ``first``."""
         return self.e.load(PTR, self.e.at(self.e.at(self.ring, first, 8), j, 8))
 
-    def chunks(self) -> Iterator[tuple[Value, int]]:
-        """(index, count) over the row in vectors: a loop, then a static tail."""
-        e, lanes = self.e, self.e.target.lanes
-        if self.n >= lanes:
-            with e.for_range(0, self.n - self.n % lanes, lanes, name="chunk") as i:
-                yield i, lanes
-        if self.n % lanes:
-            yield e.i64(self.n - self.n % lanes), self.n % lanes
+    def chunks(self, size: int) -> Iterator[tuple[Value, int]]:
+        """(index, count) over the row in chunks of ``size``: a loop, then a static tail."""
+        e, rest = self.e, self.n % size
+        if self.n >= size:
+            with e.for_range(0, self.n - rest, size, name="chunk") as i:
+                yield i, size
+        if rest:
+            yield e.i64(self.n - rest), rest
 
     def load(self, row: Value, i: Value, count: int) -> Value:
         """f32 lanes starting with value ``i`` of ``row``; lanes past ``count`` are zero."""
@@ -56,14 +59,18 @@ class CellRows:
         return cache.load_f32(e, self.dtype, lanes, e.at(row, i, cache.SIZES[self.dtype]), count)
 
     def columns(self, first: Value, part: int, i: Value, count: int) -> list[Value]:
-        """Values i..i+count-1, each as one vector over the step's entries part..part+lanes-1."""
+        """Values i..i+count-1 (``count`` up to ``block``), each as one vector over the step's entries part..part+lanes-1."""
+        if self.paired:
+            e = self.e
+            words = [e.load_masked(I16, self.block, e.at(self.row(first, j), i, 2), count) for j in range(STEP)]
+            return [cache.widen(e, self.dtype, column) for column in transpose_words(e, words)[:count]]
         rows = [self.row(first, part + j) for j in range(self.e.target.lanes)]
         return transpose(self.e, [self.load(row, i, count) for row in rows])[:count]
 
     def store_columns(self, first: Value, target: Value) -> None:
         """The step as f32[STEP, n]: value i of all entries side by side."""
         e, lanes = self.e, self.e.target.lanes
-        for i, count in self.chunks():
+        for i, count in self.chunks(self.block):
             for part in range(0, STEP, lanes):
                 for c, column in enumerate(self.columns(first, part, i, count)):
                     e.store(column, e.gep(e.at(target, i, 4 * STEP), 4 * (STEP * c + part)))
@@ -74,7 +81,7 @@ class CellRows:
         with e.for_range(0, STEP, name="entry") as j:
             row = self.row(first, j)
             to = e.at(target, j, 4 * padded)
-            for i, count in self.chunks():
+            for i, count in self.chunks(e.target.lanes):
                 e.store(self.load(row, i, count), e.at(to, i, 4))
 
 
@@ -102,3 +109,33 @@ def transpose(e: Emitter, rows: list[Value]) -> list[Value]:
                 out[i + step] = e.shuffle(a, c, [lane + step if not lane & step else n + lane for lane in range(n)])
         step //= 2
     return out
+
+
+def transpose_words(e: Emitter, rows: list[Value]) -> list[Value]:
+    """The 32 columns, <16 x i16> each, of 16 rows of <32 x i16>."""
+
+    def interleave(a: Value, c: Value, words: int, high: bool) -> Value:
+        """Units of ``words`` words from the low or high halves of each 128-bit lane, alternating between the two vectors."""
+        lanes = []
+        for lane in range(0, 32, 8):
+            for unit in range(0, 4, words):
+                start = lane + unit + 4 * high
+                lanes += [*range(start, start + words), *range(32 + start, 32 + start + words)]
+        return e.shuffle(a, c, lanes)
+
+    quarters = []
+    for i in range(0, 16, 8):
+        v = rows[i : i + 8]
+        v = [interleave(v[2 * k], v[2 * k + 1], 1, high) for k in range(4) for high in (False, True)]
+        v = [interleave(v[4 * k + m], v[4 * k + m + 2], 2, high) for k in range(2) for m in (0, 1) for high in (False, True)]
+        quarters.append([interleave(v[m], v[m + 4], 4, high) for m in range(4) for high in (False, True)])
+    # Lane l of quarters[q][c]: rows 8q..8q+7 of column 8l + c.
+    low: list[Value] = []
+    high_half: list[Value] = []
+    for h in (0, 1):
+        for c in range(8):
+            lanes = [w for lane in (h, 2 + h) for base in (0, 32) for w in range(base + 8 * lane, base + 8 * lane + 8)]
+            both = e.shuffle(quarters[0][c], quarters[1][c], lanes)
+            low.append(e.extract_vector(both, 0, 16))
+            high_half.append(e.extract_vector(both, 16, 16))
+    return low + high_half

@@ -228,7 +228,7 @@ class _Attention:
         slot, entry = self.ring_slot(step), b.shl(step, e.i64(4))
         p = self.at(s.p)
         scores = [[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(s.group)]
-        for i, count in self.keys.chunks():
+        for i, count in self.keys.chunks(self.keys.block):
             q = e.at(self.at(s.q), i, 4)
             for w in range(self.width):
                 for c, column in enumerate(self.keys.columns(slot, n * w, i, count)):
