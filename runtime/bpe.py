@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +106,21 @@ class BpeModel:
                     f"the merge {merge!r} in {PREFIX}merges is not two texts with a space between; the file's tokenizer is malformed"
                 )
             pairs.append((merge[:cut], merge[cut + 1 :]))
-        missing = [text for a, b in pairs for text in (a, b, a + b) if text not in self._ids]
-        missing += [char for char in byte_alphabet() if char not in self._ids]
         self._extra: dict[int, str] = {}
-        for text in missing:
+        self._name(byte_alphabet())
+        try:
+            self._engine = self._build(pairs)
+        except RuntimeRefusal:
+            # Rare, and looking for it first would cost every start a tenth of a second.
+            self._name(text for a, b in pairs for text in (a, b, a + b))
+            self._engine = self._build(pairs)
+
+    def _name(self, texts: Iterable[str]) -> None:
+        """Give texts without a token ids past the vocabulary's end."""
+        for text in texts:
             if text not in self._ids:
                 i = self._n + len(self._extra)
                 self._ids[text], self._extra[i] = i, text
-        self._engine = self._build(pairs)
 
     def _build(self, pairs: list[tuple[str, str]]) -> Tokenizer:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import fake_model
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_fixtures import ROOT
 
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.runtime.bpe import byte_alphabet
@@ -20,6 +20,7 @@ from ggufc.runtime.tokenizer import load_tokenizer, split_specials
 
 pytest_plugins = ("runtime_fixtures",)
 
+ROOT = Path(__file__).resolve().parents[2]
 REAL = [
     ("smollm2-135m-instruct-q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     ("gemma3-270m-q4_k_m", "gemma-3-270m-q4_k_m.gguf"),
