@@ -216,6 +216,7 @@ class Emitter:
         with self.b.goto_entry_block():
             p = self.b.alloca(ir.ArrayType(I8, size))
             p.align = align
+            p.type = PTR  # untyped, as every other address
         return p
 
     @contextmanager
