@@ -84,7 +84,8 @@ def artifact_for(
     known = cache.artifact_path(path, options)
     if known.is_file():
         return known
-    if is_artifact(path):
+    # A file that calls itself an artifact is checked once, when the session opens it.
+    if path.suffix == cache.SUFFIX or is_artifact(path):
         _check_cache_types(path, {"k": type_k, "v": type_v})
         return path
     return _fetch(path, options, jobs, say, progress)

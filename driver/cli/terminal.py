@@ -54,16 +54,21 @@ def progress() -> Iterator[Progress | None]:
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Bars(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def update(what: str, done: int, total: int) -> None:
-            amount = amount_words(done, total)
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None, amount=amount)
-            bars.update(tasks[what], completed=done, total=total or None, amount=amount)
+    def update(what: str, done: int, total: int) -> None:
+        # Started on first use, because an idle display still rewrites its line, over whatever a child process prints there.
+        bars.start()
+        amount = amount_words(done, total)
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total or None, amount=amount)
+        bars.update(tasks[what], completed=done, total=total or None, amount=amount)
 
+    try:
         yield update
+    finally:
+        bars.stop()
 
 
 def amount_words(done: int, total: int) -> str:

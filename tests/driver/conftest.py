@@ -59,7 +59,9 @@ def artifact(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     import ggufc
 
     output = tmp_path_factory.mktemp("artifacts") / "tiny.ggufc"
-    ggufc.compile(text_model, output)
+    phases: list[str] = []
+    report = ggufc.compile(text_model, output, progress=lambda phase, done, total: phases.append(phase))
+    assert Path(report.output) == output and report.artifact_bytes == output.stat().st_size and "weights" in phases
     return output
 
 

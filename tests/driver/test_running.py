@@ -213,12 +213,10 @@ def test_running_an_artifact_needs_no_compiler(artifact: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_python_api(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGUFC_CACHE", str(tmp_path / "cache"))
-    phases: list[str] = []
-    report = ggufc.compile(text_model, tmp_path / "m.ggufc", progress=lambda phase, done, total: phases.append(phase))
-    assert Path(report.output).is_file() and phases
-    with ggufc.load(tmp_path / "m.ggufc", n_threads=1) as artifact, ggufc.load(text_model, n_threads=1) as model:
+def test_the_python_api(artifact: Path, text_model: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ggufc.compile`` made the artifact of all these tests; a model file loads through the cache and gives the same bits."""
+    monkeypatch.setenv("GGUFC_CACHE", str(shared_cache))
+    with ggufc.load(artifact, n_threads=1) as compiled, ggufc.load(text_model, n_threads=1) as model:
         assert isinstance(model, ggufc.Session)
-        tokens = artifact.tokenize("hello")
-        np.testing.assert_array_equal(artifact.eval(tokens), model.eval("hello"))
+        tokens = compiled.tokenize("hello")
+        np.testing.assert_array_equal(compiled.eval(tokens), model.eval("hello"))
