@@ -159,8 +159,7 @@ class Builder:
         ne, nb = x.type.ne, contiguous_nb(x.type.ne)
         offsets = accumulate(widths, initial=0)
         return [
-            self.add("view", x, name=name, ne=(width, *ne[1:]), nb=nb, offset=offset)
-            for width, name, offset in zip(widths, names, offsets)
+            self.add("view", x, name=name, ne=(width, *ne[1:]), nb=nb, offset=offset) for width, name, offset in zip(widths, names, offsets)
         ]
 
     def head(self, x: Node) -> Graph:

@@ -39,7 +39,9 @@ def moe_nodes(layer: LayerParams) -> int:
     return _ROUTER_NODES + _WEIGHT_NODES + 1 + experts + GATE_NODES + 2 + 2 * layer.n_expert_used + shared
 
 
-def moe_tensors(hp: HParams, i: int, present: Container[str], *, biases: bool = False, selection_bias: bool = False) -> Iterator[TensorSpec]:
+def moe_tensors(
+    hp: HParams, i: int, present: Container[str], *, biases: bool = False, selection_bias: bool = False
+) -> Iterator[TensorSpec]:
     """Tensors of layer ``i``'s experts: merged ones, or one per expert where ``present`` (names in the file) has those instead, or one
     for gate and up. ``biases`` asks for biases of router and experts, ``selection_bias`` allows one for the choice."""
     layer, e, name = hp.layers[i], hp.n_embd, f"blk.{i}"

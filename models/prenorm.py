@@ -22,9 +22,7 @@ def feed_forward_nodes(layer: LayerParams) -> int:
     return moe_nodes(layer) if layer.n_expert else FFN_NODES
 
 
-def pre_norm_decoder(
-    b: Builder, *, act: str = "silu", ffn_norm: str = "ffn_norm", attend: Callable[..., Node] = attention
-) -> Graph:
+def pre_norm_decoder(b: Builder, *, act: str = "silu", ffn_norm: str = "ffn_norm", attend: Callable[..., Node] = attention) -> Graph:
     """The whole graph of a family whose layers are all of this kind. ``ffn_norm`` names the norm before the feed-forward, ``attend``
     is the attention block."""
 

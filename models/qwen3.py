@@ -41,7 +41,9 @@ def read_moe(metadata: Mapping[str, Any]) -> HParams:
     """Hyperparameters of qwen3moe."""
     keys = read_keys(Qwen3MoeKeys, metadata, "qwen3moe")
     if keys.n_expert == 0 or keys.n_expert_used == 0:
-        raise ModelError("keys qwen3moe.expert_count and qwen3moe.expert_used_count must be above 0; every layer of this family has experts")
+        raise ModelError(
+            "keys qwen3moe.expert_count and qwen3moe.expert_used_count must be above 0; every layer of this family has experts"
+        )
     if keys.n_ff_exp is not None:
         n_ff: tuple[int, ...] = (keys.n_ff_exp,) * keys.n_layer
     else:

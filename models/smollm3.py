@@ -25,9 +25,7 @@ UNROTATED_EVERY = 4
 def read(metadata: Mapping[str, Any]) -> HParams:
     """Hyperparameters, with the rotation of each layer."""
     hp = resolve(read_keys(DenseKeys, metadata, "smollm3"), metadata, "smollm3", "norm")
-    layers = (
-        msgspec.structs.replace(layer, rope=None) if (i + 1) % UNROTATED_EVERY == 0 else layer for i, layer in enumerate(hp.layers)
-    )
+    layers = (msgspec.structs.replace(layer, rope=None) if (i + 1) % UNROTATED_EVERY == 0 else layer for i, layer in enumerate(hp.layers))
     return msgspec.structs.replace(hp, layers=tuple(layers))
 
 

@@ -16,12 +16,25 @@ if TYPE_CHECKING:
     from ggufc.ir.graph import Node
 
 
-def softmax_rows(x: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis; a row that is minus infinity everywhere becomes zeros."""
+def softmax_rows(x: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+    """Softmax over the last axis; a row that is minus infinity everywhere becomes zeros.
+
+    ``sinks``, broadcast against ``[.., 1]``, is one more logit per row whose probability is dropped.
+    """
     top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-    e = np.exp(x - np.where(np.isfinite(top), top, 0.0))
+    if sinks is not None:
+        top = np.maximum(top, sinks)
+    top = np.where(np.isfinite(top), top, 0.0)
+    e = np.exp(x - top)
     total = np.sum(e, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
     return e / np.where(total == 0.0, 1.0, total)
+
+
+def _check_sinks(op: str, sinks: TensorType, heads: IntDim) -> None:
+    if sinks.ne[0] != heads:
+        raise IRError(f"{op}: sinks {sinks} must hold one logit for each of the {heads} heads.")
 
 
 def _visible_type(op: str, cells: TensorType, vis: TensorType) -> IntDim:
@@ -45,12 +58,16 @@ def visible_cells(op: str, cells: np.ndarray, vis: np.ndarray, limit: int) -> li
 
 @register
 class SoftMax(Op):
-    """Softmax over dimension 0 of ``scale * a + mask``; the mask is shared by all heads. A fully masked row becomes zeros."""
+    """Softmax over dimension 0 of ``scale * a + mask``; the mask is shared by all heads. A fully masked row becomes zeros.
+
+    A head's sink is one more logit, not scaled, whose probability is dropped: ``p_j = e^(s_j) / (e^sink + sum_j e^(s_j))``.
+    """
 
     name = "soft_max"
     operands = (
         Operand("a", "scores [KV, T, H]"),
         Operand("mask", "added to the scaled scores [KV, T]", max_rank=2, optional=True),
+        Operand("sinks", "one more logit per head [H]", "f32", max_rank=1, optional=True),
     )
     attrs = (Attr("scale", "float", "factor of the scores", 1.0),)
 
@@ -58,13 +75,15 @@ class SoftMax(Op):
         a = operands[0].type
         if len(operands) > 1 and operands[1].type.ne4[:2] != a.ne4[:2]:
             raise IRError(f"soft_max: mask {operands[1].type} must have dimensions 0 and 1 of {a}.")
+        if len(operands) > 2:
+            _check_sinks("soft_max", operands[2].type, a.ne4[2])
         return a.with_dtype("f32")
 
     def evaluate(self, call: Call) -> np.ndarray:
         x = call.f64(0) * call.attrs["scale"]
         if len(call.args) > 1:
             x = x + call.f64(1)
-        return f32(softmax_rows(x))
+        return f32(softmax_rows(x, call.f64(2)[:, None, None] if len(call.args) > 2 else None))
 
     def flops(self, node: Node) -> IntDim:
         return node.type.numel * 5
@@ -99,7 +118,8 @@ class FlashAttn(Op):
     """Attention over the visible cells of a cache, without the score matrix.
 
     ``s = scale * (k . q)``, soft-capped when ``softcap`` is not 0, softmax over the token's visible cells, weighted sum of v. Query head
-    ``h`` reads KV head ``h // (H / n_head_kv)``. A token that sees nothing gets zeros.
+    ``h`` reads KV head ``h // (H / n_head_kv)``. A token that sees nothing gets zeros. ``v`` may be a view of some columns of the rows
+    of ``k``. Sinks are those of ``soft_max``.
     """
 
     name = "flash_attn"
@@ -109,6 +129,7 @@ class FlashAttn(Op):
         Operand("v", "value cache [Dv*G, C]", "any", min_rank=2, max_rank=2),
         Operand("cells", "concatenated cell lists [R]", "i32", max_rank=1),
         Operand("vis", "(base, lo, hi) per token [3, T]", "i32", min_rank=2, max_rank=2),
+        Operand("sinks", "one more logit per head [H]", "f32", max_rank=1, optional=True),
     )
     attrs = (
         Attr("scale", "float", "factor of the scores"),
@@ -117,7 +138,7 @@ class FlashAttn(Op):
     )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
-        q, k, v, cells, vis = (o.type for o in operands)
+        q, k, v, cells, vis = (o.type for o in operands[:5])
         d, heads, tokens = q.ne
         g = attrs["n_head_kv"]
         if g < 1 or not isinstance(heads, int) or heads % g:
@@ -132,12 +153,15 @@ class FlashAttn(Op):
             raise IRError(f"flash_attn: {vis} must have one column for each of the {tokens} tokens of {q}.")
         if attrs["softcap"] < 0:
             raise IRError(f"flash_attn: softcap = {attrs['softcap']} cannot be negative.")
+        if len(operands) > 5:
+            _check_sinks("flash_attn", operands[5].type, heads)
         return TensorType("f32", (v.ne[0] // g, heads, tokens))
 
     def evaluate(self, call: Call) -> np.ndarray:
-        q, k, v, cells, vis = call.args
+        q, k, v, cells, vis = call.args[:5]
         _, heads, d = q.shape
         g, cap = call.attrs["n_head_kv"], call.attrs["softcap"]
+        sinks = call.f64(5).reshape(g, heads // g, 1) if len(call.args) > 5 else None
         out = np.zeros(call.shape, np.float32)
         for t, seen in enumerate(visible_cells("flash_attn", cells, vis, k.shape[0])):
             keys = k[seen].astype(np.float64).reshape(len(seen), g, d)
@@ -146,7 +170,7 @@ class FlashAttn(Op):
             scores = call.attrs["scale"] * np.einsum("cgd,ghd->ghc", keys, grouped)
             if cap:
                 scores = cap * np.tanh(scores / cap)
-            out[t] = f32(np.einsum("ghc,cgd->ghd", softmax_rows(scores), values).reshape(heads, -1))
+            out[t] = f32(np.einsum("ghc,cgd->ghd", softmax_rows(scores, sinks), values).reshape(heads, -1))
         return out
 
     def flops(self, node: Node) -> IntDim:

@@ -169,7 +169,8 @@ def _mul_mat_id(draw: Draw, g: Graph, op: str) -> Node:
 def _soft_max(draw: Draw, g: Graph, op: str) -> Node:
     a = leaf(draw, g, 3)
     mask = leaf(draw, g, ne=a.type.ne[:2]) if draw(st.booleans()) else None
-    return g.add(op, a, mask, scale=draw(NUMBER))
+    sinks = leaf(draw, g, ne=a.type.ne[2:], dtype="f32") if mask is not None and draw(st.booleans()) else None
+    return g.add(op, a, mask, sinks, scale=draw(NUMBER))
 
 
 def _kq_mask(draw: Draw, g: Graph, op: str) -> Node:
