@@ -9,6 +9,8 @@ from ggufc.models.architecture import Architecture
 from ggufc.models.errors import ModelError
 from ggufc.models.gemma2 import GEMMA2
 from ggufc.models.gemma3 import GEMMA3
+from ggufc.models.glm4moe import GLM4MOE
+from ggufc.models.gpt_oss import GPT_OSS
 from ggufc.models.llama import LLAMA
 from ggufc.models.model import Model
 from ggufc.models.phi3 import PHI3
@@ -17,7 +19,9 @@ from ggufc.models.qwen3 import QWEN3, QWEN3MOE
 from ggufc.models.smollm3 import SMOLLM3
 from ggufc.models.weights import check_tensors
 
-ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (LLAMA, GEMMA2, GEMMA3, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)}
+ARCHITECTURES: dict[str, Architecture] = {
+    a.name: a for a in (LLAMA, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
+}
 
 ARCH_KEY = "general.architecture"
 
