@@ -9,7 +9,7 @@ from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.weights import q8_record
 
 from harness import run, runnable_targets
-from products import records
+from products import loaded, records
 
 LEVELS = [pytest.param(t, id=t.level) for t in runnable_targets()]
 
@@ -31,7 +31,7 @@ def rows(k: int) -> np.ndarray:
 def quantize(spec: Quantize, target, x: np.ndarray, ldx: int, weight=None) -> np.ndarray:
     stride = q8_record(spec.k).stride
     out = np.zeros((len(x), stride), np.uint8)
-    return run(spec, target, [x, ldx, weight, out], len(x), T=len(x))[3]
+    return run(spec, target, [x, ldx, weight, out], len(x), loaded=loaded(spec, target), T=len(x))[3]
 
 
 @pytest.mark.parametrize("target", LEVELS)
