@@ -80,12 +80,7 @@ def _last_uses(g: Graph) -> dict[int, list[Node]]:
                 if not o.is_view:
                     break
                 o = o.operands[0]
-    kept: set[Node] = set()
-    for o in g.outputs.values():
-        kept.add(o)
-        while o.is_view:
-            o = o.operands[0]
-            kept.add(o)
+    kept = set(g.outputs.values())
     out: dict[int, list[Node]] = {}
     for n, i in last.items():
         if n not in kept:

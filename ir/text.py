@@ -6,7 +6,8 @@
       output "logits" = %1
     }
 
-Every attribute is printed; a node's ``name`` and ``loc`` stand among them.
+Every attribute is printed, except quiet ones (see ``ops.base.Attr``) that have their default; a node's ``name`` and ``loc`` stand
+among them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ggufc.ir.graph import UNKNOWN, Graph, Node, default_name
+from ggufc.ir.ops.base import Attr
 
 INDENT = "  "
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -65,11 +67,15 @@ def print_node(node: Node, numbers: dict[Node, str]) -> str:
     shown: list[tuple[str, Any]] = []
     if node.name and "name" not in declared and not (op.declared_type and node.name == default_name(node)):
         shown.append(("name", node.name))
-    shown += [(a.name, node.attrs[a.name]) for a in op.attrs if a.name != op.headline and a.name in node.attrs]
+    shown += [(a.name, node.attrs[a.name]) for a in op.attrs if a.name != op.headline and a.name in node.attrs and not _hidden(a, node)]
     if node.loc:
         shown.append(("loc", node.loc))
     attrs = f" {{{', '.join(f'{k} = {value(v)}' for k, v in shown)}}}" if shown else ""
     return f"{numbers[node]} = {op.name}{head}{attrs} : {'?' if node.type is UNKNOWN else node.type}"
+
+
+def _hidden(a: Attr, node: Node) -> bool:
+    return a.quiet and node.attrs[a.name] == a.default
 
 
 def _ref(node: Node, numbers: dict[Node, str]) -> str:

@@ -51,13 +51,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Attr:
-    """A declared attribute. ``kind`` is one of int, float, str, bool, dim, dims, ints."""
+    """A declared attribute. ``kind`` is one of int, float, str, bool, dim, dims, ints.
+
+    ``quiet`` ones print only where they differ from their default: settings that few users of an operator need.
+    """
 
     name: str
     kind: str
     doc: str = ""
     default: Any = REQUIRED
     choices: tuple[str, ...] = ()
+    quiet: bool = False
 
     def convert(self, op: str, value: Any) -> Any:
         """The canonical form of ``value``; raises ``IRError`` when it does not fit."""

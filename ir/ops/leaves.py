@@ -9,22 +9,11 @@ import numpy as np
 
 from ggufc.ir.errors import IRError
 from ggufc.ir.ops.base import Attr, Call, Op, register
+from ggufc.ir.ops.inputs import INPUT_KINDS
 from ggufc.ir.types import TensorType
 
 if TYPE_CHECKING:
     from ggufc.ir.graph import Node
-
-INPUT_KINDS: dict[str, tuple[str, int]] = {
-    "tokens": ("i32", 1),
-    "embd": ("f32", 2),
-    "positions": ("i32", 1),
-    "out_ids": ("i32", 1),
-    "kv_slots": ("i32", 1),
-    "kv_cells": ("i32", 1),
-    "visible": ("i32", 2),
-}
-"""What the runtime can fill: kind -> (dtype, rank)."""
-
 
 @register
 class Input(Op):
@@ -37,19 +26,25 @@ class Input(Op):
         Attr("name", "str", "name of the input, unique in the graph"),
         Attr("kind", "str", "how the runtime fills it", choices=tuple(INPUT_KINDS)),
         Attr("window", "int", "for kind visible: sliding window in positions, 0 for none", 0),
+        Attr("ratio", "int", "for kinds about compressed entries: positions per entry", 0, quiet=True),
+        Attr("region", "str", "for kinds about cells: which cells are meant", "", choices=("", "window"), quiet=True),
     )
 
     def verify(self, node: Node) -> None:
-        kind = node.attrs["kind"]
-        dtype, rank = INPUT_KINDS[kind]
+        kind = INPUT_KINDS[node.attrs["kind"]]
         if not node.attrs["name"]:
             raise IRError("input: the name is empty.")
-        if node.type.dtype != dtype or node.type.rank != rank:
-            raise IRError(f"input: kind {kind} must be {dtype} with {rank} dimension(s), not {node.type}.")
-        if kind == "visible" and node.type.ne[0] != 3:
-            raise IRError(f"input: kind visible holds (base, lo, hi) per token, so ne[0] must be 3, not {node.type.ne[0]}.")
-        if node.attrs["window"] < 0 or (node.attrs["window"] and kind != "visible"):
-            raise IRError(f"input: window = {node.attrs['window']} does not fit kind {kind}.")
+        name = node.attrs["kind"]
+        if node.type.dtype != kind.dtype or node.type.rank != kind.rank:
+            raise IRError(f"input: kind {name} must be {kind.dtype} with {kind.rank} dimension(s), not {node.type}.")
+        if kind.ne0 and node.type.ne[0] != kind.ne0:
+            raise IRError(f"input: kind {name} holds (base, lo, hi) per token, so ne[0] must be {kind.ne0}, not {node.type.ne[0]}.")
+        if node.attrs["window"] < 0 or (node.attrs["window"] and not kind.window):
+            raise IRError(f"input: window = {node.attrs['window']} does not fit kind {name}.")
+        if (node.attrs["ratio"] > 0) != kind.ratio:
+            raise IRError(f"input: ratio = {node.attrs['ratio']} does not fit kind {name}.")
+        if node.attrs["region"] and not kind.region:
+            raise IRError(f"input: region = {node.attrs['region']!r} does not fit kind {name}.")
 
 
 @register

@@ -2,7 +2,7 @@
 
 Formulas: plain, linear and YaRN scaling as in the YaRN paper (arXiv 2309.00071). Pair ``i`` turns by
 ``s*theta*(1-r) + theta*r`` with ``theta = p * base^(-2i/n_dims) / ff_i``; NORM pairs are elements (2i, 2i+1), NEOX pairs (i, i + n_dims/2).
-Elements from ``n_dims`` on pass unchanged.
+Elements from ``n_dims`` on pass unchanged. ``inverse`` turns by the negative angle: with ``attn_factor`` 1 and no YaRN it undoes the rotation.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ANGLES = (
     Attr("beta_fast", "float", "YaRN: turns within the original context above which frequencies are kept", 32.0),
     Attr("beta_slow", "float", "YaRN: turns below which frequencies are scaled", 1.0),
     Attr("n_ctx_orig", "int", "YaRN: original context length", 0),
+    Attr("inverse", "bool", "turn back: sines are negated", False, quiet=True),
 )
 ROPE_ANGLE_ATTRS = tuple(a.name for a in ANGLES)
 """Attributes that decide the table: those of ``rope`` without ``mode``."""
@@ -63,7 +64,7 @@ def angle_table(attrs: Mapping[str, Any], pos: np.ndarray, ff: np.ndarray | None
         magnitude = magnitude * (1.0 + 0.1 * math.log(1.0 / s))
     out = np.empty((len(pos), n), np.float32)
     out[:, 0::2] = magnitude * np.cos(phi)
-    out[:, 1::2] = magnitude * np.sin(phi)
+    out[:, 1::2] = magnitude * np.sin(-phi if attrs["inverse"] else phi)
     return out
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @register
 class GetRows(Op):
-    """Rows of ``a`` by index, dequantised to f32: row ``idx[t]`` for each ``t``.
+    """Rows of ``a`` by index, dequantised to f32: row ``idx[t]`` for each ``t``. Rows of an i32 table stay i32.
 
     With more dimensions each matrix of ``a`` has its own list of rows: a[K, N, B], idx[U, B] -> [K, U, B].
     """
@@ -32,21 +32,20 @@ class GetRows(Op):
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
         a, idx = operands[0].type, operands[1].type
-        if a.dtype == "i32":
-            raise IRError(f"get_rows: the table is {a}; integer tables are not looked up.")
         if a.ne4[2:] != idx.ne4[1:3]:
             raise IRError(f"get_rows: {idx} must have one list of rows for each matrix of {a}.")
-        return TensorType("f32", (a.ne[0], *idx.ne))
+        return TensorType("i32" if a.dtype == "i32" else "f32", (a.ne[0], *idx.ne))
 
     def evaluate(self, call: Call) -> np.ndarray:
         table, idx = call.args
+        dtype = np.int32 if call.type.dtype == "i32" else np.float32
         check_indices("get_rows", "row", idx, table.ne[1] if isinstance(table, Stored) else table.shape[-2])
         if isinstance(table, Stored) and len(table.ne) == 2:
-            return np.asarray(table.rows(idx.reshape(-1)), dtype=np.float32).reshape(call.shape)
+            return np.asarray(table.rows(idx.reshape(-1)), dtype=dtype).reshape(call.shape)
         values = table.array if isinstance(table, Stored) else table
         matrices = values.reshape(-1, *values.shape[-2:])
         lists = idx.reshape(len(matrices), -1)
-        return np.asarray([m[rows] for m, rows in zip(matrices, lists)], dtype=np.float32).reshape(call.shape)
+        return np.asarray([m[rows] for m, rows in zip(matrices, lists)], dtype=dtype).reshape(call.shape)
 
     def flops(self, node: Node) -> IntDim:
         return 0
@@ -68,13 +67,28 @@ class Argsort(Op):
         return np.argsort(x if call.attrs["order"] == "asc" else -x, axis=-1, kind="stable").astype(np.int32)
 
 
+def largest(x: np.ndarray, k: int, ties: str = "lowest") -> np.ndarray:
+    """``top_k`` of the last axis: i32, largest first, -1 where the row has fewer than ``k`` elements."""
+    n = x.shape[-1]
+    order = np.argsort(-x, axis=-1, kind="stable") if ties == "lowest" else n - 1 - np.argsort(-x[..., ::-1], axis=-1, kind="stable")
+    out = np.full((*x.shape[:-1], k), -1, np.int32)
+    out[..., :n] = order[..., :k]
+    return out
+
+
 @register
 class TopK(Op):
-    """Indices of the ``k`` largest elements of each row, largest first; of equal elements the lowest index comes first."""
+    """Indices of the ``k`` largest elements of each row, largest first; a row of fewer than ``k`` elements ends in -1.
+
+    Of equal elements the lowest index comes first, or the highest with ``ties`` highest.
+    """
 
     name = "top_k"
     operands = (Operand("a", "rows"),)
-    attrs = (Attr("k", "int", "how many"),)
+    attrs = (
+        Attr("k", "int", "how many"),
+        Attr("ties", "str", "which of equal elements comes first", "lowest", choices=("lowest", "highest"), quiet=True),
+    )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
         a, k = operands[0].type, attrs["k"]
@@ -83,8 +97,7 @@ class TopK(Op):
         return TensorType("i32", (k, *a.ne[1:]))
 
     def evaluate(self, call: Call) -> np.ndarray:
-        order = np.argsort(-call.f64(0), axis=-1, kind="stable")
-        return np.ascontiguousarray(order[..., : call.attrs["k"]]).astype(np.int32)
+        return largest(call.f64(0), call.attrs["k"], call.attrs["ties"])
 
     def flops(self, node: Node) -> IntDim:
         return node.operands[0].type.numel
@@ -92,7 +105,7 @@ class TopK(Op):
 
 @register
 class Blend(Op):
-    """A copy of ``a`` in which the elements ``idx[.., row]`` of each row are set to ``value``."""
+    """A copy of ``a`` in which the elements ``idx[.., row]`` of each row are set to ``value``; negative indices are passed over."""
 
     name = "blend"
     operands = (Operand("a", "rows"), Operand("idx", "elements to replace, per row", "i32"))
@@ -107,8 +120,10 @@ class Blend(Op):
     def evaluate(self, call: Call) -> np.ndarray:
         out = np.array(call.args[0], dtype=np.float32)
         idx = call.args[1]
-        check_indices("blend", "element", idx, out.shape[-1])
-        np.put_along_axis(out, idx.reshape(out.shape[:-1] + idx.shape[-1:]), np.float32(call.attrs["value"]), axis=-1)
+        check_indices("blend", "element", np.maximum(idx, 0), out.shape[-1])
+        rows, lists = out.reshape(-1, out.shape[-1]), idx.reshape(-1, idx.shape[-1])
+        for row, wanted in zip(rows, lists):
+            row[wanted[wanted >= 0]] = np.float32(call.attrs["value"])
         return out
 
     def flops(self, node: Node) -> IntDim:

@@ -70,6 +70,7 @@ def test_symbolic_contiguity():
     x = g.input("x", "embd", tt("f32", 8, T))
     assert is_contiguous(g.add("reshape", x, ne=(4, 2, T)))
     assert is_contiguous(g.add("reshape", x, ne=(8 * T,)))
+    assert is_contiguous(g.add("view", x, ne=(8, 1), nb=(1, 96)))
     assert not is_contiguous(g.add("transpose", x))
     assert is_contiguous(g.add("transpose", g.add("transpose", x)))
 
@@ -86,6 +87,7 @@ def test_permute_pads_and_drops_trailing_ones():
     [
         ("reshape", {"ne": (3, 3)}, "has 8 elements, the new shape"),
         ("view", {"ne": (4, 3), "nb": (1, 4)}, "element 11 is read, but weight 'w' has only 8"),
+        ("view", {"ne": (1,), "nb": (1,), "offset": 8}, "element 8 is read"),
         ("view", {"ne": (4,), "nb": (1, 4)}, "2 strides are given for 1 dimensions"),
         ("view", {"ne": (4,), "nb": (-1,)}, "cannot be negative"),
         ("permute", {"axes": (0, 0)}, "is no permutation"),
