@@ -2,9 +2,9 @@
 
     python benchmarks/kernels.py [--type q4_1 ...] [--shape 4096x4096 ...] [--threads N] [--target LEVEL]
 
-Decode is one token: packed weight bytes per second, and their share of the memory stream read in the same run. Prefill is many tokens: integer multiply-adds per
-second, and their share of the rate of the dot-product instruction alone. Weights are random bytes and cycled through memory larger than the caches; figures are the
-best of several rounds. Run it on an otherwise idle machine.
+Decode is one token: packed weight bytes per second, and their share of the memory stream read in the same run. Prefill is many tokens:
+integer multiply-adds per second, and their share of the rate of the dot-product instruction alone. Weights are random bytes and cycled
+through memory larger than the caches; figures are the best of several rounds. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -196,9 +196,10 @@ def main(types: tuple[str, ...], shapes: tuple[str, ...], threads: int, target: 
             result |= {"type": name, "k": k, "n": n, "threads": threads, "stream_gb_s": limit, "dot_gmac_s": mac_limit}
             rows.append(result)
             if output == "text":
+                decode, prefill_rate = result["decode_gb_s"], result["prefill_gmac_s"]
                 click.echo(
-                    f"{name:8} {k:6}x{n:<6} decode {result['decode_gb_s']:6.1f} GB/s ({result['decode_gb_s'] / limit:5.0%} of {limit:.1f})   "
-                    f"prefill {result['prefill_gmac_s']:6.0f} GMAC/s ({result['prefill_gmac_s'] / mac_limit:5.0%} of {mac_limit:.0f})"
+                    f"{name:8} {k:6}x{n:<6} decode {decode:6.1f} GB/s ({decode / limit:5.0%} of {limit:.1f})   "
+                    f"prefill {prefill_rate:6.0f} GMAC/s ({prefill_rate / mac_limit:5.0%} of {mac_limit:.0f})"
                 )
     if output == "json":
         click.echo(json.dumps(rows, indent=1))

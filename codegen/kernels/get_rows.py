@@ -16,8 +16,8 @@ from ggufc.codegen.weights.floats import FloatFormat
 class GetRows:
     """out[k, i] = dequantised row ``ids[i]`` of a repacked weight; one tile per row.
 
-    Each block of 16 rows is unpacked as in a product and one lane kept, so a weight needs one layout only. The arithmetic (scale * code, then + min, each rounded
-    to f32) is that of the reference dequantiser. ``ids`` are trusted.
+    Each block of 16 rows is unpacked as in a product and one lane kept, so a weight needs one layout only. The arithmetic (scale *
+    code, then + min, each rounded to f32) is that of the reference dequantiser. ``ids`` are trusted.
     """
 
     format: str

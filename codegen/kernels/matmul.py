@@ -1,7 +1,8 @@
 """Matrix products y = W x with what follows them: bias, residual, gated activation.
 
-A tile is a static block of row groups and handles all tokens, so every weight byte is read from memory once per launch. Few tokens (decode) unpack weights in
-registers; many tokens (prefill) unpack a group once into scratch. Both compute each element by the same operations.
+A tile is a static block of row groups and handles all tokens, so every weight byte is read from memory once per launch. Few tokens
+(decode) unpack weights in registers; many tokens (prefill) unpack a group once into scratch. Both compute each element by the same
+operations.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _PANEL_TOKENS = 8
 class MatMul:
     """y[n, rows] = W[k, n] x[k, rows], W repacked to ``format``.
 
-    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records, or f32 rows ``ldx`` elements apart for float formats. ``y``: f32, rows
-    ``ldy`` elements apart. Epilogues after the bias: ``add`` adds ``residual`` (rows ``ldr`` apart; it may be ``y`` itself); ``silu_glu`` and ``gelu_glu`` take groups of 16 rows
-    as gate, up, gate, up ... and give n/2 rows act(gate) * up.
+    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records, or f32 rows ``ldx`` elements apart for
+    float formats. ``y``: f32, rows ``ldy`` elements apart. Epilogues after the bias: ``add`` adds ``residual`` (rows ``ldr`` apart; it
+    may be ``y`` itself); ``silu_glu`` and ``gelu_glu`` take groups of 16 rows as gate, up, gate, up ... and give n/2 rows act(gate) * up.
     """
 
     format: str

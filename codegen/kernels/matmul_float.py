@@ -1,6 +1,7 @@
 """Products of f32 activations and F32, F16 or BF16 weights.
 
-One output element is four partial sums over the columns k mod 4, each a chain of fused multiply-adds in ascending k, joined as (0 + 1) + (2 + 3).
+One output element is four partial sums over the columns k mod 4, each a chain of fused multiply-adds in ascending k, joined as (0 + 1)
++ (2 + 3).
 """
 
 from __future__ import annotations

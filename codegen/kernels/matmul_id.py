@@ -20,7 +20,8 @@ _TILE_BYTES = 64 << 10
 class MatMulId:
     """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, T], W ``n_expert`` repacked matrices one after the other.
 
-    ``x``: q8 records (or contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t). Tiles: ``tiles_per_token`` for each token.
+    ``x``: q8 records (or contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t). Tiles:
+    ``tiles_per_token`` for each token.
     """
 
     format: str

@@ -4,7 +4,8 @@ One output element is, for each block of 32 (or 16) columns in ascending order,
 
     acc = fma(f32(sum of code * q), scale_w * d, acc);   acc = fma(min_w, s, acc) where the type has minima
 
-with exact integer sums. ``direct`` unpacks weights in registers, ``panel`` reads them from an unpacked copy that serves all tokens: same operations, same bits.
+with exact integer sums. ``direct`` unpacks weights in registers, ``panel`` reads them from an unpacked copy that serves all tokens:
+same operations, same bits.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class Int8Product:
 class Panel:
     """An unpacked group: per block of 32 columns eight code quads of 16 rows, then scales and minima in f32.
 
-    Where ``dot4`` takes all unsigned bytes at full speed, codes are moved to offset 128, so that the accumulator starts from a plain load.
+    Where ``dot4`` takes all unsigned bytes at full speed, codes are moved to offset 128, so that the accumulator starts from a plain
+    load.
     """
 
     format: WeightFormat

@@ -20,7 +20,8 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ti
 class Quantize:
     """One row of ``k`` f32 values per tile to a record; row ``i`` of ``x`` starts ``i * ldx`` elements after the first.
 
-    ``mode`` is ``q8_2`` or ``q8_k``. With ``norm`` the row is first divided by its root mean square (squares in f32, their sum in f64) and multiplied by ``weight``.
+    ``mode`` is ``q8_2`` or ``q8_k``. With ``norm`` the row is first divided by its root mean square (squares in f32, their sum in f64)
+    and multiplied by ``weight``.
     """
 
     k: int
@@ -128,6 +129,8 @@ def _sum(e: Emitter, v: Value) -> Value:
     n = v.type.count
     while n > 1:
         n //= 2
-        lo, hi = (e.extract_vector(v, 0, n), e.extract_vector(v, n, n)) if n > 1 else (e.b.extract_element(v, e.i32(0)), e.b.extract_element(v, e.i32(1)))
-        v = e.b.add(lo, hi)
+        if n == 1:
+            v = e.b.add(e.b.extract_element(v, e.i32(0)), e.b.extract_element(v, e.i32(1)))
+        else:
+            v = e.b.add(e.extract_vector(v, 0, n), e.extract_vector(v, n, n))
     return v

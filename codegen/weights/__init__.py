@@ -1,12 +1,13 @@
 """Interleaved weight layouts: what a tensor becomes at compile time and how kernels unpack it.
 
-``base`` defines a format; ``blocks32``, ``kquants`` and ``floats`` hold the types with a layout of their own, ``generic`` serves every other block type;
-``activations`` is the record an activation row is rounded to; ``tables`` the code tables. ``weight_format(name)`` finds a format.
+``base`` defines a format; ``blocks32``, ``kquants`` and ``floats`` hold the types with a layout of their own, ``generic`` serves every
+other block type; ``activations`` is the record an activation row is rounded to; ``tables`` the code tables. ``weight_format(name)``
+finds a format.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.weights.activations import Q8Record, q8_record

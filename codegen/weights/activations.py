@@ -4,9 +4,10 @@ One record per token, records contiguous. For a row of K values:
 
     qs int8[K] | d f32[K/32] | c16 i32[K/16] | c32 i32[K/32] | s f32[K/32]
 
-``d`` is the scale of each 32 values. ``isum`` being the sum of the ``qs`` of a block, ``c16 = -128 * isum`` per 16 values and ``c32`` per 32 values: weight codes
-are stored unsigned with a power-of-two offset, and a product starts its integer accumulator from these words (shifted right for offsets below 128), which removes the
-offset exactly. ``s = d * f32(isum)`` per 32 values multiplies the minimum of types that have one.
+``d`` is the scale of each 32 values. ``isum`` being the sum of the ``qs`` of a block, ``c16 = -128 * isum`` per 16 values and ``c32``
+per 32 values: weight codes are stored unsigned with a power-of-two offset, and a product starts its integer accumulator from these
+words (shifted right for offsets below 128), which removes the offset exactly. ``s = d * f32(isum)`` per 32 values multiplies the
+minimum of types that have one.
 """
 
 from __future__ import annotations

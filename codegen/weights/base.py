@@ -1,13 +1,15 @@
 """What a weight format is: an interleaved layout made at compile time, and the code that unpacks it.
 
-Rows are taken in groups of 16 (the last group is padded with zero rows). A group is a sequence of *chunks* of M blocks of 32 columns. A chunk holds, in this order,
+Rows are taken in groups of 16 (the last group is padded with zero rows). A group is a sequence of *chunks* of M blocks of 32 columns.
+A chunk holds, in this order,
 
     ``super_bytes`` (K types, M = 8): fields, [field][16 rows]
     M times ``scale_bytes``: fields, [field][16 rows]
     M times ``code_bytes``:  words of 4 bytes, [word][16 rows]
 
-A vector of a word or field over the rows is one load on every level: targets with fewer than 16 lanes take a *part* of the 16 rows. M is chosen so that codes stay
-aligned to cache lines, and memory is read strictly in order: a product is one stream that the hardware prefetches, across groups and tiles.
+A vector of a word or field over the rows is one load on every level: targets with fewer than 16 lanes take a *part* of the 16 rows. M
+is chosen so that codes stay aligned to cache lines, and memory is read strictly in order: a product is one stream that the hardware
+prefetches, across groups and tiles.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Planes:
 class Unpacked:
     """32 columns of one part of a group, in registers.
 
-    ``quads``: eight <n x i32>, lane = row, bytes = the unsigned codes of columns 4j..4j+3. ``scales``: f32 <n>, one for 32 columns or two for 16 each; ``mins``
-    likewise or empty. A weight is ``scale * (code - offset) + min``.
+    ``quads``: eight <n x i32>, lane = row, bytes = the unsigned codes of columns 4j..4j+3. ``scales``: f32 <n>, one for 32 columns or
+    two for 16 each; ``mins`` likewise or empty. A weight is ``scale * (code - offset) + min``.
     """
 
     quads: list[Value]

@@ -1,6 +1,7 @@
 """Any block type without a layout of its own: one byte per code and f32 scales, lossless.
 
-The codes come from the reference unpacking in ``formats.quants``, so these types are right by construction; they take the space of their int8 codes.
+The codes come from the reference unpacking in ``formats.quants``, so these types are right by construction; they take the space of
+their int8 codes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Formats of the K types and IQ4_XS: blocks of 256 with a scale per 16 or 32 columns under one f16 scale.
 
-Field positions are those of ggml's block structures (spec: quantised tensor types, sections 3 and 4). Six-bit and four-bit group scales are stored as bytes,
-which costs at most 4 % of the size and no time.
+Field positions are those of ggml's block structures (spec: quantised tensor types, sections 3 and 4). Six-bit and four-bit group
+scales are stored as bytes, which costs at most 6 % of the size and no time.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from harness import run, runnable_targets
+from products import CASE_IDS, CASES, NATIVE, loaded, multiply, packed, product, records, weight_rows
+from quant_golden import quant_cases
+
 from ggufc.codegen.cpu import objectcode
 from ggufc.codegen.cpu.target import resolve
 from ggufc.codegen.emitter import Emitter
@@ -14,10 +18,6 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId, grid, tiles_per_token
 from ggufc.codegen.weights import weight_format
-from quant_golden import quant_cases
-
-from harness import run, runnable_targets
-from products import CASE_IDS, CASES, NATIVE, loaded, multiply, packed, product, records, weight_rows
 
 GOLDEN_K = 512
 TOKENS = (1, 2, 3, 7, 8, 9, 16)
@@ -52,7 +52,8 @@ def test_product_equals_the_golden_engine(name):
     assert k == GOLDEN_K and n <= 40
     raw = np.resize(case.raw, (40, case.raw.shape[1]))  # rows repeat: the kernel of the test above serves
     y = multiply(MatMul(name, k, 40, "none", False, "T"), NATIVE, packed(name, raw, k), case.x)[:, :n]
-    # The golden rounds BF16's activations too, which ours keep in f32; IQ6_K's products here and there round its cubic to integers, the golden reference does not.
+    # The golden rounds BF16's activations too, which ours keep in f32; IQ6_K's products here and there round its cubic to integers,
+    # the golden reference does not.
     want = case.ref if name == "bf16" else case.ref_rounded
     assert np.abs(y - want).max() < (0.03 if name == "iq6_k" else 1e-5) * case.sigma
 
