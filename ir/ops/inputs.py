@@ -6,10 +6,10 @@ sequence ascend by one. Three families of persistent resources lie behind the in
 - *cells*: one row per token, shared by all sequences (``[row, C]``).
 - *state*: one row per sequence and a last row that is always zero (``[row, S+1]``, ``S`` sequences). Nothing ever writes the last row:
   reading it is how a sequence starts afresh, without a special graph and without multiplying old contents by zero.
-- *compressed entries* of ratio ``r``: entry ``b`` of a sequence stands for its positions ``r*b .. r*b+r-1`` and lies in row ``seq*(C_r/S) + b``
-  of ``[row, C_r]``. What an entry is made of waits in a *ring* ``[row, m*S+1]`` of ``m`` rows per sequence (``m`` = 2r for overlapping blocks,
-  r otherwise); position p uses row ``seq*m + p mod m``. The last row of a ring is a spare: writes that must leave no trace go there, and
-  nothing reads it.
+- *compressed entries* of ratio ``r``: entry ``b`` of a sequence stands for its positions ``r*b .. r*b+r-1`` and lies in row
+  ``seq*(C_r/S) + b`` of ``[row, C_r]``. What an entry is made of waits in a *ring* ``[row, m*S+1]`` of ``m`` rows per sequence
+  (``m`` = 2r for overlapping blocks, r otherwise); position p uses row ``seq*m + p mod m``. The last row of a ring is a spare: writes
+  that must leave no trace go there, and nothing reads it.
 """
 
 from __future__ import annotations

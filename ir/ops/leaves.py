@@ -15,6 +15,7 @@ from ggufc.ir.types import TensorType
 if TYPE_CHECKING:
     from ggufc.ir.graph import Node
 
+
 @register
 class Input(Op):
     """A tensor that the runtime fills before each evaluation according to its kind; always contiguous."""

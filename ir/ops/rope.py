@@ -2,7 +2,7 @@
 
 Formulas: plain, linear and YaRN scaling as in the YaRN paper (arXiv 2309.00071). Pair ``i`` turns by
 ``s*theta*(1-r) + theta*r`` with ``theta = p * base^(-2i/n_dims) / ff_i``; NORM pairs are elements (2i, 2i+1), NEOX pairs (i, i + n_dims/2).
-Elements from ``n_dims`` on pass unchanged. ``inverse`` turns by the negative angle: with ``attn_factor`` 1 and no YaRN it undoes the rotation.
+Elements from ``n_dims`` on pass unchanged. ``inverse`` turns by the negative angle: where the magnitude is 1 it undoes the rotation.
 """
 
 from __future__ import annotations
