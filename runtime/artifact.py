@@ -113,6 +113,8 @@ def _manifest(file: GGUFFile) -> fmt.Manifest:
         manifest = msgspec.json.decode(raw, type=fmt.Manifest)
     except msgspec.DecodeError as error:  # ValidationError derives from it
         raise ArtifactError(f"{file.path}: the manifest does not have the expected form ({error}); {_REMEDY}") from None
+    if not (0 < manifest.n_vocab < 1 << 31 and 0 < manifest.n_embd < 1 << 31 and 0 <= manifest.n_ctx_train < 1 << 31):
+        raise ArtifactError(f"{file.path}: the manifest's n_vocab, n_embd or n_ctx_train is out of range; {_REMEDY}")
     if manifest.abi != abi.ABI_VERSION:
         raise ArtifactError(f"{file.path}: native ABI {manifest.abi}, this version of ggufc runs {abi.ABI_VERSION}; {_REMEDY}")
     return manifest

@@ -6,6 +6,7 @@ input buffers and, for caches written at a moving offset, the program's fixups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,18 @@ CACHE_PAD = 256
 """Cells are allocated, and visible lengths rounded, in multiples of this (attention walks the cache in tiles)."""
 
 MAX_THREADS = 256
-_NUMPY = {"f32": np.float32, "i32": np.int32, "f16": np.float16}
+_MAX_MULT = 1 << 24  # with at most 2^24 tokens, tiles still fit the 32 bits of a claim word
+_NUMPY = {"f32": np.float32, "i32": np.int32}
+_INPUTS = {
+    "tokens": ("i32", 1, "T"),
+    "embd": ("f32", 0, "T"),
+    "positions": ("i32", 1, "T"),
+    "out_ids": ("i32", 1, "O"),
+    "kv_slots": ("i32", 1, "T"),
+    "kv_cells": ("i32", 1, "R"),
+    "visible": ("i32", 3, "T"),
+}
+"""Kind -> type, values per unit (0 = the model's n_embd) and the symbol that counts units."""
 
 
 def pad(n: int, to: int = CACHE_PAD) -> int:
@@ -105,6 +117,7 @@ class Executor:
             self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
         else:
             self.image, self.caches, self.team = share.image, share.caches, share.team
+        self._max_list = self.limits.env()["R"]
         self.n_evals = 0
         self._profile: np.ndarray | None = None
         try:
@@ -159,16 +172,27 @@ class Executor:
         self._places: dict[tuple[str, str], tuple[int, int]] = {}
         self._keep: list[Region] = []
         for spec in program.inputs:
-            if spec.dtype not in _NUMPY:
-                raise ArtifactError(f"{self.artifact.path}: input {spec.name} has the unknown type {spec.dtype!r}; compile the model again")
             ne = self._size(spec.ne, f"input {spec.name}")
-            region = Region(int(np.prod(ne)) * np.dtype(_NUMPY[spec.dtype]).itemsize, f"input {spec.name}")
+            dtype, width, symbol = _INPUTS.get(spec.kind, ("", 0, "T"))
+            wanted = (width or self.artifact.manifest.n_embd) * self.limits.env()[symbol]
+            if spec.dtype != dtype or math.prod(ne) != wanted:
+                raise ArtifactError(
+                    f"{self.artifact.path}: input {spec.name} ({spec.kind}) is {spec.dtype}{ne}, which this version cannot fill; "
+                    "compile the model again"
+                )
+            region = Region(4 * wanted, f"input {spec.name}")
             self._keep.append(region)
             self._places["input", spec.name] = (region.base, region.size)
             self.inputs[spec.name] = region.bytes.view(_NUMPY[spec.dtype])
         for name, forms in program.outputs.items():
             ne = self._size(forms, f"output {name}")
-            region = Region(int(np.prod(ne)) * 4, f"output {name}")
+            rows = self.limits.n_ubatch
+            if name == "logits" and ne != [self.artifact.manifest.n_vocab, rows]:
+                raise ArtifactError(
+                    f"{self.artifact.path}: the logits are {ne} for {rows} rows of {self.artifact.manifest.n_vocab}; compile the "
+                    "model again"
+                )
+            region = Region(4 * math.prod(ne), f"output {name}")
             self._outputs[name] = region
             self._places["output", name] = (region.base, region.size)
         for name, offset in self.caches.offsets.items():
@@ -196,11 +220,12 @@ class Executor:
         resolve = self._resolve
         for index, launch in enumerate(launches):
             wait = index if launch.wait < 0 else launch.wait
-            if not 0 <= launch.kernel < len(kernels) or launch.sym not in symbols or launch.div < 1 or launch.mult < 0 or wait > index:
+            known = 0 <= launch.kernel < len(kernels) and launch.sym in symbols
+            if not (known and 1 <= launch.div <= _MAX_MULT and 0 <= launch.mult <= _MAX_MULT and wait <= index):
                 raise ArtifactError(f"{self.artifact.path}: launch {index} ({launch.node}) is malformed; compile the model again")
             rows.append((kernels[launch.kernel], len(flat), symbols[launch.sym], launch.div, launch.mult, wait))
             for arg in launch.args:
-                flat.append(arg.value if arg.kind == "int" else resolve(arg, index))
+                flat.append(resolve(arg, index))
         return flat, rows
 
     def _bind(self) -> None:
@@ -242,6 +267,10 @@ class Executor:
             base, size = self._arena.base + self._slot_offset[arg.value], self._slot_bytes[arg.value]
         elif kind == "weight":
             base, size = self._weight(arg.name)
+        elif kind == "int":
+            if not -(1 << 63) <= arg.value < 1 << 63:
+                raise self._bad_arg(arg, index, "the value does not fit 64 bits")
+            return arg.value
         elif kind == "null":
             return 0
         else:
@@ -287,7 +316,7 @@ class Executor:
         ``head`` is the first cell written; only programs with fixups use it. RuntimeRefusal for sizes beyond the limits.
         """
         limits = self.limits
-        if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= limits.env()["R"]):
+        if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= self._max_list):
             raise RuntimeRefusal(
                 f"a micro-batch of {T} tokens, {O} rows, {R} list entries and {KV} cells exceeds what was allocated ({limits})"
             )
@@ -307,7 +336,7 @@ class Executor:
             raise RuntimeRefusal(f"the program {self.program.name} has no output {name!r}; it has {', '.join(self._outputs) or 'none'}")
         env = dict(zip(abi.PARAMS, (int(v) for v in self.params)))
         ne = [fmt.evaluate(form, env) for form in self.program.outputs[name]]
-        count = int(np.prod(ne))
+        count = math.prod(ne)
         return self._outputs[name].bytes.view(np.float32)[:count].reshape(ne[::-1])
 
     def enable_profile(self, on: bool = True) -> None:

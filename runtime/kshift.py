@@ -120,12 +120,20 @@ def check(caches: list[fmt.Cache]) -> None:
         if cache.part != "k" or not cache.rope:
             continue
         mode = cache.rope.get("mode")
-        if mode not in ("norm", "neox") or cache.dtype not in STORABLE:
+        if mode not in ("norm", "neox") or cache.dtype not in STORABLE or not _is_rotation(cache):
             raise RuntimeRefusal(
                 f"positions cannot be moved: keys of cache {cache.name} ({cache.dtype}, rotation {mode!r}) cannot be rotated in place; "
                 "turn context shift off or use a larger n_ctx",
                 soft=True,
             )
+
+
+def _is_rotation(cache: fmt.Cache) -> bool:
+    """Whether the manifest's numbers describe a rotation of this cache's rows."""
+    n_dims, base = cache.rope.get("n_dims"), cache.rope.get("base")
+    if not isinstance(n_dims, int) or not isinstance(base, (int, float)) or cache.head < 1 or cache.row % cache.head:
+        return False
+    return 0 < n_dims <= cache.head and n_dims % 2 == 0 and 1 < base < math.inf
 
 
 def apply(cells: KVCells, buffers: CacheBuffers, tensors: Mapping[str, np.ndarray] | None = None) -> int:

@@ -71,9 +71,8 @@ class Session:
         self.graph_reuse = graph_reuse
         self.stats = Statistics()
         try:
-            first = (
-                _TOKEN_PROGRAM if _TOKEN_PROGRAM in self.artifact.program_names else (self.artifact.program_names or [_TOKEN_PROGRAM])[0]
-            )
+            names = self.artifact.program_names
+            first = names[0] if names and _TOKEN_PROGRAM not in names else _TOKEN_PROGRAM
             self._executor = Executor(self.artifact, first, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
         except BaseException:
             if self._owns_artifact:
@@ -229,8 +228,7 @@ class Session:
             executor.rebind()
         executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start)
         if wanted:
-            outputs = executor.program.outputs
-            take(executor.output("logits" if "logits" in outputs else next(iter(outputs))).reshape(wanted, -1))
+            take(executor.output("logits"))
 
     def _executor_for(self, program: str) -> Executor:
         found = self._executors.get(program)

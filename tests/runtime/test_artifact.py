@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -10,14 +11,17 @@ import fake_model
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ggufc.formats import artifact as fmt
-from ggufc.formats.errors import ArtifactError, GGUFError
+from ggufc.formats.errors import ArtifactError, GgufcError, GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.gguf_writer import GGUFWriter
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor, Limits
+from ggufc.runtime.session import Session
 
 pytest_plugins = ("runtime_fixtures",)
 
@@ -110,6 +114,10 @@ def changed_launch(index: int, **changes) -> fmt.Manifest:
     return fake_model.manifest(programs=[msgspec.structs.replace(program, launches=launches)])
 
 
+def with_program(**changes) -> fmt.Manifest:
+    return fake_model.manifest(programs=[msgspec.structs.replace(fake_model.program(), **changes)])
+
+
 def with_arg(index: int, position: int, arg: fmt.Arg) -> fmt.Manifest:
     args = list(fake_model.program().launches[index].args)
     args[position] = arg
@@ -134,6 +142,13 @@ def test_missing_tensor_is_named_when_opening(tmp_path):
         (changed_launch(0, div=0), "malformed"),
         (changed_launch(0, sym="Q"), "malformed"),
         (changed_launch(1, wait=2), "malformed"),
+        (changed_launch(1, mult=1 << 40), "malformed"),
+        (changed_launch(1, div=1 << 70), "malformed"),
+        (with_arg(3, 5, fake_model.arg("int", value=1 << 63)), "does not fit 64 bits"),
+        (with_program(outputs={"logits": [{"": 7}, {"O": 1}]}), "the logits are"),
+        (with_program(inputs=[fmt.Input("tokens", "tokens", "i32", [{"": 1}])]), "input tokens .* cannot fill"),
+        (with_program(inputs=[fmt.Input("tokens", "tokens", "f32", [{"T": 1}])]), "input tokens .* cannot fill"),
+        (with_program(inputs=[fmt.Input("x", "weather", "i32", [{"T": 1}])]), r"input x \(weather\)"),
     ],
 )
 def test_binding_refuses_what_would_crash(tmp_path, manifest, message):
@@ -254,3 +269,29 @@ def test_caches_are_zero_aligned_and_sized_by_their_rows(toy):  # S8, S53
         from ggufc.runtime.executor import CacheBuffers
 
         CacheBuffers(SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy"), 64)
+
+
+def paths_in(value, path=()):
+    """Paths to every scalar of decoded JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from paths_in(inner, (*path, key))
+    if not isinstance(value, (dict, list)):
+        yield path
+
+
+MANIFEST = json.loads(fmt.dumps(fake_model.manifest()))
+STRANGE = st.sampled_from([0, -1, 1, 3, 1 << 31, 1 << 62, 1 << 64, -(1 << 63), 0.5, "", "T", "blk.0.k", "q8_0", "slot", None, True, [], {}])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(list(paths_in(MANIFEST))), STRANGE)
+def test_any_changed_value_of_a_manifest_is_refused_or_binds(tmp_path_factory, path, value):
+    changed = json.loads(json.dumps(MANIFEST))
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    file = fake_model.write(tmp_path_factory.getbasetemp() / "changed.ggufc", text=json.dumps(changed))
+    with contextlib.suppress(GgufcError), Session(file, n_ctx=256, n_ubatch=8, n_threads=1) as session:
+        assert session.n_vocab == changed["n_vocab"]

@@ -13,6 +13,7 @@ from ggufc.runtime import kshift
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import CacheBuffers
 from ggufc.runtime.kvcells import KVCells
+from ggufc.runtime.session import Session
 
 HEAD, HEADS, N_DIMS = 64, 2, 48
 YARN = dict(freq_scale=0.25, ext_factor=1.0, n_ctx_orig=128, beta_fast=32.0, beta_slow=1.0)
@@ -101,11 +102,10 @@ def test_stored_forms_round_trip(dtype):
     assert np.array_equal(kshift.to_f32(kshift.from_f32(np.zeros((1, 64), np.float32), dtype), dtype), np.zeros((1, 64)))
 
 
-def test_unknown_rotations_are_refused_before_anything_changes(tmp_path):  # S145
-    from ggufc.runtime.session import Session
-
+@pytest.mark.parametrize("change", [{"mode": "mrope"}, {"n_dims": 6}, {"n_dims": 3}, {"n_dims": "4"}, {"base": 0.0}])
+def test_unknown_rotations_are_refused_before_anything_changes(tmp_path, change):  # S145
     caches = [
-        fmt.Cache("blk.0.k", 0, "k", "f32", 4, 4, rope={"mode": "mrope", "n_dims": 4, "base": 10.0}),
+        fmt.Cache("blk.0.k", 0, "k", "f32", 4, 4, rope={"mode": "neox", "n_dims": 4, "base": 10.0} | change),
         fmt.Cache("blk.0.v", 0, "v", "f32", 1, 1),
     ]
     with Session(fake_model.write(tmp_path / "m.ggufc", fake_model.manifest(caches=caches)), n_threads=1) as s:
