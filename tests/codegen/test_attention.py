@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import build, run, runnable_targets
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import TOKEN_BLOCK, FlashAttn
@@ -142,6 +144,34 @@ def test_bits_depend_on_visible_entries_only(loaded, spec):
         parts = [case.attend(tokens[i : i + size]) for i in range(0, len(tokens), size)]
         assert (bits(np.concatenate(parts)) == bits(want)).all()
     assert (bits(case.attend(tokens, move=rng.permutation(120))) == bits(want)).all()
+
+
+@st.composite
+def batches(draw):
+    """Tokens (query row, list number, lo, hi) over up to three cell lists, and where the batch is cut."""
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    tokens = []
+    for i in range(draw(st.integers(1, 24))):
+        which = draw(st.integers(0, len(lengths) - 1))
+        lo = draw(st.integers(0, lengths[which]))
+        tokens.append((i, which, lo, draw(st.integers(lo, lengths[which]))))
+    return lengths, tokens, draw(st.integers(0, len(tokens))), draw(st.integers(0, 1 << 30))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_any_cut_of_any_batch_gives_equal_bits(loaded, batch):
+    target, image = loaded
+    lengths, tokens, cut, seed = batch
+    rng = np.random.default_rng(seed)
+    lists = [list(map(int, rng.permutation(120)[:n])) for n in lengths]
+    tokens = [(row, lists[which], lo, hi) for row, which, lo, hi in tokens]
+    for spec in (SPECS[0], SPECS[3]):
+        case = Case(spec, target, image, 7)
+        whole = case.attend(tokens)
+        parts = [case.attend(part, move=rng.permutation(120)) for part in (tokens[:cut], tokens[cut:]) if part]
+        assert (bits(np.concatenate(parts)) == bits(whole)).all()
+        np.testing.assert_allclose(whole[-1], case.reference(tokens[-1]), rtol=1e-4, atol=2e-5)
 
 
 def test_invisible_cells_may_hold_anything(loaded):

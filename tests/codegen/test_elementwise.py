@@ -26,6 +26,7 @@ SPECS = [
                 (C("i32", (9, T, 2)), C("f32", (1, T, 2)), C("f16", (9,)))),
     Elementwise(("add", ("tanh", 0), ("add", ("sigmoid", 0), 2.0)), C("f16", (21, 2 * T)), (C("bf16", (21, 2 * T)),)),
     Elementwise(("mul", 0, 1), C("f32", (7, T + 1)), (C("f32", (7, T + 1)), C("f32", (1, T + 1)))),
+    Elementwise(1.5, Strided("f32", (21, T), (1, 30)), ()),
 ]  # fmt: skip
 COPIES = [
     Copy(Strided("f32", (16, 5, T), (1, 16 * T, 16)), C("f32", (16, 5, T))),
@@ -76,7 +77,7 @@ def test_expression(loaded, spec):  # S66
     before = out.copy()
     got = run(spec, target, [out, *inputs], tiles(spec.grid(), ENV), loaded=image, **ENV)[0]
     shape = view(spec.out, out, ENV).shape
-    want = numpy_value(spec.expr, [repeated(values(x, a, ENV), shape) for x, a in zip(spec.inputs, inputs)])
+    want = np.zeros(shape) + numpy_value(spec.expr, [repeated(values(x, a, ENV), shape) for x, a in zip(spec.inputs, inputs)])
     rtol = 2e-6 if spec.out.dtype == "f32" else 1e-3
     np.testing.assert_allclose(view(spec.out, got, ENV).astype(np.float32), want, rtol=rtol, atol=2e-6)
     view(spec.out, got, ENV)[...] = view(spec.out, before, ENV)
