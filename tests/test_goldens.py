@@ -17,12 +17,19 @@ CASES = golden_cases(*PREFIXES)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """``run(case folder) -> {step name: logits}`` through a compiled artifact, as ``ggufc logits`` does."""
-    from ggufc.api import run_case_file
+    from ggufc.codegen.compile import CompileOptions, compile_file
+    from ggufc.runtime.logits import run_case, session_options
+    from ggufc.runtime.session import Session
 
     folder = tmp_path_factory.mktemp("artifacts")
 
-    def go(case: Path) -> dict[str, np.ndarray]:
-        return run_case_file(case / "model.gguf", case / "case.json", cache=folder)
+    def go(case: Path, target: str = "native", pipeline: str | None = None) -> dict[str, np.ndarray]:
+        spec = json.loads((case / "case.json").read_text())
+        options = spec["options"]
+        artifact = folder / "case.ggufc"
+        cache = {key: options[key] for key in ("type_k", "type_v") if key in options}
+        compile_file(case / "model.gguf", artifact, CompileOptions(target=target, pipeline=pipeline, jobs=1, **cache))
+        return run_case(lambda o: Session(artifact, **session_options(o)), spec, case)
 
     return go
 
