@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +44,10 @@ class GetRows(Op):
         if isinstance(table, Stored) and len(table.ne) == 2:
             return np.asarray(table.rows(idx.reshape(-1)), dtype=dtype).reshape(call.shape)
         values = table.array if isinstance(table, Stored) else table
-        matrices = values.reshape(-1, *values.shape[-2:])
-        lists = idx.reshape(len(matrices), -1)
-        return np.asarray([m[rows] for m, rows in zip(matrices, lists)], dtype=dtype).reshape(call.shape)
+        # Sizes are spelled out: a micro-batch without wanted rows has no matrices, and -1 would be ambiguous.
+        matrices = values.reshape(math.prod(values.shape[:-2]), *values.shape[-2:])
+        lists = idx.reshape(len(matrices), idx.shape[-1], 1)
+        return np.take_along_axis(matrices, lists, axis=1).astype(dtype).reshape(call.shape)
 
     def flops(self, node: Node) -> IntDim:
         return 0

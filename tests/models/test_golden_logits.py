@@ -13,7 +13,9 @@ from support import BUNDLED_GOLDEN, golden_cases
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.models import load_model
 
-CASES = golden_cases("llama-", "gemma2-", "gemma3-", "glm4moe-", "gpt-oss-", "quant-", "phi3-", "qwen2-", "qwen3-", "qwen3moe-", "smollm3-")
+CASES = golden_cases(
+    "deepseek2-", "llama-", "gemma2-", "gemma3-", "glm4moe-", "gpt-oss-", "quant-", "phi3-", "qwen2-", "qwen3-", "qwen3moe-", "smollm3-"
+)
 
 TIPPED = {"gemma2-26": 0.02}
 """Tolerances where one f16 rounding in the cache tips the other way under single-precision arithmetic, in one row of a deep model; the

@@ -1,0 +1,124 @@
+"""deepseek2 (DeepSeek V2, V2-lite, V3, R1): latent attention, dense layers first, then routed experts with a shared one.
+
+Routing is a plain choice of the best experts, also for models trained with expert groups (spec/deepseek2.md, section 1). Under YaRN
+the rotation itself keeps its magnitude and the score scale carries all of the correction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from ggufc.ir import Graph
+from ggufc.models.architecture import RESIDUAL_NODES, Architecture, common_tensors, norm_tensors
+from ggufc.models.blocks import NORM_NODES, Builder
+from ggufc.models.errors import ModelError
+from ggufc.models.experts import DenseLayers, ExpertKeys, resolve_experts
+from ggufc.models.ffn import ffn_tensors
+from ggufc.models.hparams import HParams, LatentParams, LayerParams, per_layer
+from ggufc.models.latent import LATENT_ATTENTION_NODES, latent_attention, latent_attention_tensors
+from ggufc.models.metadata import Experts, HeadDim, Width, read_keys
+from ggufc.models.moe import moe_tensors
+from ggufc.models.prenorm import feed_forward_nodes, pre_norm_decoder
+from ggufc.models.weights import TensorSpec
+
+LITE_LAYERS = (26, 27)
+"""Models with so many layers project queries directly, without a latent of their own; no key says so."""
+SIGMOID_LAYERS = (47, 48)
+"""Models with so many layers use sigmoid routing where the file does not say which."""
+
+
+class DeepSeek2Keys(ExpertKeys, frozen=True, kw_only=True):
+    """The keys of experts and of latent attention."""
+
+    n_shared: Experts = msgspec.field(name="expert_shared_count")
+    n_dense: DenseLayers = msgspec.field(name="leading_dense_block_count")
+    rank: Width = msgspec.field(name="attention.kv_lora_rank")
+    q_rank: Width | None = msgspec.field(name="attention.q_lora_rank", default=None)
+    key_length_mla: HeadDim = msgspec.field(name="attention.key_length_mla", default=192)
+    value_length_mla: HeadDim = msgspec.field(name="attention.value_length_mla", default=128)
+    yarn_log_multiplier: Annotated[float, msgspec.Meta(ge=0, le=10)] = msgspec.field(name="rope.scaling.yarn_log_multiplier", default=0.0)
+
+
+def read(metadata: Mapping[str, Any]) -> HParams:
+    """Hyperparameters, with the sizes of latent attention and its score scale."""
+    keys = read_keys(DeepSeek2Keys, metadata, "deepseek2")
+    latent = _latent_params(keys)
+    gate = "sigmoid" if keys.n_layer in SIGMOID_LAYERS else "softmax"
+    head_dim = latent.n_nope + latent.n_rot
+    hp = resolve_experts(keys, metadata, "deepseek2", "norm", default_gate=gate, head_dim=head_dim)
+    layers = tuple(_layer_params(layer, latent, keys) for layer in hp.layers)
+    return msgspec.structs.replace(hp, layers=layers)
+
+
+def _latent_params(keys: DeepSeek2Keys) -> LatentParams:
+    """Sizes from either form of the keys: true head counts and sizes, or one KV head as wide as the cached row."""
+    n_head = _uniform(keys.n_head, keys, "attention.head_count")
+    n_head_kv = n_head if keys.n_head_kv is None else _uniform(keys.n_head_kv, keys, "attention.head_count_kv")
+    key, value = (n if n is not None else keys.n_embd // n_head for n in (keys.key_length, keys.value_length))
+    n_rot = key if keys.n_rot is None else keys.n_rot
+    if n_head_kv == 1 and (key, value) == (keys.rank + n_rot, keys.rank) and n_head > 1:
+        key, value = keys.key_length_mla, keys.value_length_mla
+    elif n_head_kv != n_head:
+        raise ModelError(
+            f"key deepseek2.attention.head_count_kv is {n_head_kv}; it must be {n_head} as deepseek2.attention.head_count, or 1 with "
+            f"a deepseek2.attention.key_length of {keys.rank + n_rot} and a value_length of {keys.rank}"
+        )
+    if key <= n_rot or value < 1:
+        raise ModelError(
+            f"a key head has {key} values (deepseek2.attention.key_length or key_length_mla), of which deepseek2.rope.dimension_count "
+            f"turns {n_rot}, and a value head {value}; some of a key head must stay unturned"
+        )
+    if keys.n_layer not in LITE_LAYERS and keys.q_rank is None:
+        raise ModelError(
+            f"the file has no key deepseek2.attention.q_lora_rank, which a deepseek2 model of {keys.n_layer} layers requires "
+            f"(only those of {' or '.join(map(str, LITE_LAYERS))} layers project queries directly)"
+        )
+    q_rank = 0 if keys.n_layer in LITE_LAYERS or keys.q_rank is None else keys.q_rank
+    return LatentParams(n_nope=key - n_rot, n_rot=n_rot, n_value=value, rank=keys.rank, q_rank=q_rank)
+
+
+def _uniform(value: Any, keys: DeepSeek2Keys, name: str) -> int:
+    counts = set(per_layer(value, keys.n_layer, f"deepseek2.{name}"))
+    if len(counts) > 1:
+        raise ModelError(f"key deepseek2.{name} differs between layers; this architecture has as many heads in all of them")
+    return int(counts.pop())
+
+
+def _layer_params(layer: LayerParams, latent: LatentParams, keys: DeepSeek2Keys) -> LayerParams:
+    """Score scale and rotation (spec/deepseek2.md, section 4): the rotation undoes the magnitude that YaRN gives it.
+
+    Without YaRN a scaled rotation keeps that factor, since nothing else would meet the reference.
+    """
+    rope = layer.rope
+    if rope is None:
+        raise ModelError("a deepseek2 model without rotation cannot be built")
+    stretch = math.log(1.0 / rope.freq_scale)
+    magnitude = rope.attn_factor * (1.0 + keys.yarn_log_multiplier * stretch)
+    scale = magnitude * magnitude / math.sqrt(layer.head_dim)
+    rope = msgspec.structs.replace(rope, attn_factor=1.0 / (1.0 + 0.1 * stretch))
+    return msgspec.structs.replace(layer, n_head_kv=layer.n_head, latent=latent, attn_scale=scale, rope=rope)
+
+
+def tensors(hp: HParams, present: Container[str]) -> Iterator[TensorSpec]:
+    """Tensors of the file."""
+    yield from common_tensors(hp, tied=False)
+    for i, layer in enumerate(hp.layers):
+        yield from norm_tensors(hp, i, "attn_norm", "ffn_norm")
+        yield from latent_attention_tensors(hp, i, present)
+        yield from moe_tensors(hp, i, present, selection_bias=True) if layer.n_expert else ffn_tensors(hp, i)
+
+
+def build(b: Builder) -> Graph:
+    """The unfused evaluation graph with the output ``logits`` f32 [n_vocab, O]; the option ``mla`` chooses the form of attention."""
+    return pre_norm_decoder(b, attend=latent_attention)
+
+
+def _layer_nodes(layer: LayerParams) -> int:
+    return 2 * (NORM_NODES + RESIDUAL_NODES) + LATENT_ATTENTION_NODES + feed_forward_nodes(layer)
+
+
+DEEPSEEK2 = Architecture("deepseek2", read, tensors, build, _layer_nodes)
