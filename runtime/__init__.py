@@ -2,8 +2,8 @@
 
 Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``executor``
 binds and evaluates one program. ``kvcells`` keeps the books of cells and sequences, ``kshift`` rotates stored keys, ``batch`` cuts
-batches into micro-batches. ``tokenizer`` (with ``spm``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session``, which
-joins everything.
+batches into micro-batches. ``tokenizer`` (with ``spm``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session`` (with
+``history``, ``generation``, ``statistics``), which joins everything.
 
 Names are imported lazily so that a command line that only needs ``paths`` pays for nothing else.
 """

@@ -22,6 +22,7 @@ from .artifact import Artifact
 from .batch import Batch, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
+from .history import TokenHistory
 from .kvcells import KVCells
 from .sampling import SamplingOptions
 from .statistics import Statistics
@@ -80,7 +81,7 @@ class Session:
             raise
         self._executors = {first: self._executor}
         self.cells = KVCells(pad(self.n_ctx), n_seq_max, CACHE_PAD)
-        self._history: dict[int, list[int]] = {}
+        self._history = TokenHistory(self.cells)
         self._closed = False
 
     # Text
@@ -195,7 +196,10 @@ class Session:
             cells.insert(start, part.pos, part.seqs)
             self._evaluate(executor, part, start, take)
             at += n
-        self._remember(batch)
+        if self.causal:
+            self._history.decoded(batch)
+        else:
+            self._history.clear()  # what was stored depends on the tokens that followed
         self.stats.count(len(batch), time.perf_counter() - began)
 
     def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
@@ -241,38 +245,12 @@ class Session:
             found = self._executors[program] = Executor(self.artifact, program, share=self._executor)
         return found
 
-    # Token history, for reusing a common prompt prefix
-
-    def _remember(self, batch: Batch) -> None:
-        """Follow which token stands at which position, as long as a sequence grows by consecutive tokens from 0."""
-        if len(batch) == 1 and batch.tokens is not None and isinstance(batch.seqs, np.ndarray):
-            known = self._history.get(int(batch.seqs[0]))
-            if known is not None and len(known) == batch.pos[0]:
-                known.append(int(batch.tokens[0]))
-                return
-        first = batch.first_seqs()
-        if batch.tokens is None or not isinstance(batch.seqs, np.ndarray) or not (first == first[0]).all():
-            for seq in np.unique(first).tolist() if isinstance(batch.seqs, np.ndarray) else range(self.n_seq_max):
-                self._history.pop(seq, None)
-            return
-        seq = int(first[0])
-        known = self._history.get(seq, [] if batch.pos[0] == 0 else None)
-        if known is not None and len(known) == batch.pos[0] and (np.diff(batch.pos) == 1).all():
-            known.extend(batch.tokens.tolist())
-            self._history[seq] = known
-        else:
-            self._history.pop(seq, None)
-
     def keep_prefix(self, tokens: Sequence[int], seq: int = 0) -> int:
-        """Drop everything of ``seq`` after the longest prefix it shares with ``tokens`` (at least one token is left to evaluate);
-        returns its length.
+        """Drop everything of ``seq`` after the longest prefix it shares with ``tokens``, leaving at least one token to evaluate.
+
+        Returns the length of what is kept.
         """
-        known = self._history.get(seq, [])
-        common = 0
-        for have, want in zip(known, tokens[:-1]):
-            if have != want:
-                break
-            common += 1
+        common = self._history.common(tokens, seq)
         self.seq_rm(seq, common, -1)
         return common
 
@@ -333,36 +311,24 @@ class Session:
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Remove positions [p0, p1) of a sequence (all sequences if negative); negative bounds are open."""
         self.cells.seq_rm(seq, p0, p1)
-        for s in [*self._history] if seq < 0 else [seq]:
-            known = self._history.get(s)
-            if known is None:
-                continue
-            if p1 < 0 or p1 >= len(known):
-                del known[max(p0, 0) :]
-            else:
-                del self._history[s]
+        self._history.removed(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let ``dst`` share positions [p0, p1) of ``src``; no data is copied."""
-        had = len(self.cells.list_of(dst)) if src != dst else 0
         self.cells.seq_cp(src, dst, p0, p1)
-        if src != dst:
-            self._history.pop(dst, None)
-            known = self._history.get(src)
-            if known is not None and had == 0 and p0 <= 0:
-                self._history[dst] = known[: len(known) if p1 < 0 else p1]
+        self._history.copied(src, dst, p0, p1)
 
     def seq_keep(self, seq: int) -> None:
         """Remove every other sequence."""
         self.cells.seq_keep(seq)
-        self._history = {s: known for s, known in self._history.items() if s == seq}
+        self._history.kept(seq)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move positions [p0, p1) by ``delta``; stored keys are rotated before the next decode. Soft refusal if they cannot be."""
         if delta:
             kshift.check(self.artifact.manifest.caches)
             self.cells.seq_add(seq, p0, p1, delta)
-            self._history.clear()  # cells may be shared, so any sequence may have moved
+            self._history.clear()
 
     def seq_div(self, seq: int, p0: int, p1: int, k: int) -> None:
         """Divide positions [p0, p1) by ``k``; as ``seq_add`` otherwise."""

@@ -288,3 +288,35 @@ def test_text_in_text_out(session):
     assert s.pos_max(0) == 2
     s.eval("b")
     assert s.pos_max(0) == 4  # no second BOS: space piece and letter
+
+
+STEP = st.one_of(
+    st.tuples(st.just("decode"), st.integers(0, 1), st.integers(1, 4), st.integers(0, 2)),
+    st.tuples(st.just("at"), st.integers(0, 1), st.integers(0, 6), st.integers(0, 2)),
+    st.tuples(st.just("seq_rm"), st.integers(-1, 1), st.integers(-1, 6), st.integers(-1, 6)),
+    st.tuples(st.just("seq_cp"), st.integers(0, 1), st.integers(0, 1), st.integers(-1, 3), st.integers(-1, 6)),
+    st.tuples(st.just("seq_keep"), st.integers(0, 1)),
+    st.tuples(st.just("seq_add"), st.integers(0, 1), st.integers(0, 6), st.integers(-1, 6), st.integers(-2, 2)),
+    st.tuples(st.just("generate"), st.integers(0, 1), st.lists(st.sampled_from([100, 101]), min_size=1, max_size=8)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STEP, max_size=8), st.lists(st.sampled_from([100, 101]), min_size=1, max_size=8))
+def test_a_reused_prefix_never_changes_the_logits(toy, steps, prompt):  # S112
+    with Session(toy, n_threads=1, n_seq_max=2, n_ctx=256) as s:
+        for op, *args in steps:
+            if op == "decode":
+                s.decode([100 + args[2] % 2] * args[1], seq=args[0])
+            elif op == "at":
+                s.decode([100 + args[2] % 2], pos=[args[1]], seq=args[0])
+            elif op == "generate":
+                s.keep_prefix(args[1], args[0])
+                s.decode(args[1][s.pos_max(args[0]) + 1 :], seq=args[0])
+            else:
+                getattr(s, op)(*args)
+        kept = s.keep_prefix(prompt, 0)
+        assert kept < len(prompt) and s.pos_max(0) == kept - 1
+        got = s.decode(prompt[kept:], seq=0)
+    want = toy_model.reference(prompt, list(range(len(prompt))), len(prompt) - 1)
+    assert np.abs(got[0] - want).max() < 5e-3  # a context moved and moved back has been rotated twice
