@@ -25,7 +25,7 @@ __all__ = ["MatMul", "MatMulId", "grid", "tiles_per_token"]
 
 EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 
-_TILE_BYTES = 48 << 10
+_TILE_BYTES = 128 << 10
 _MIN_TILES = 16
 _PANEL_TOKENS = 8
 """From this many tokens on a group is unpacked to scratch first."""
