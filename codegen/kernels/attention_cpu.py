@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 from llvmlite import ir
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value, Var, vec
+from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache, vmath
 from ggufc.codegen.kernels.attention_cells import AHEAD, RING_BYTES, STEP, CellRows
@@ -72,18 +72,16 @@ class _Scratch:
     def __init__(self, spec: FlashAttn) -> None:
         self.group = spec.n_head // spec.n_head_kv
         self.rows = self.group * TOKEN_BLOCK
-        self.steps = 4 if spec.d <= 128 else 2
-        """Steps converted and scored together."""
         self.padded = -(-spec.dv // 16) * 16
         self.size = 0
         self.k_ring = self._take(RING_BYTES)
         self.v_ring = self._take(RING_BYTES)
-        self.k = self._take(4 * STEP * spec.d * self.steps)
-        self.v = self._take(4 * STEP * self.padded * self.steps)
+        self.k = self._take(4 * STEP * spec.d)
+        self.v = self._take(4 * STEP * self.padded)
         self.q = self._take(4 * spec.d * self.rows)
         self.acc = self._take(4 * self.padded * self.rows)
         self.sums = self._take(4 * STEP * self.rows)
-        self.p = self._take(4 * STEP * self.rows * self.steps)
+        self.p = self._take(4 * STEP * self.rows)
         self.tops = self._take(4 * self.rows)
         self.bounds = self._take(8 * self.rows)
 
@@ -166,14 +164,19 @@ class _Attention:
         stop = b.ashr(b.add(span.high, e.i64(STEP - 1)), e.i64(4))
         with e.for_range(first, e.imin(stop, b.add(first, e.i64(AHEAD))), name="announce") as step:
             self.announce(span, step)
+
+        def together() -> None:
+            with e.for_range(first, stop, name="step") as step:
+                self.step_together(span, rows, step, stop)
+
         if self.direct:
             with e.if_else(b.icmp_signed("==", rows, e.i64(s.group))) as (alone, several):
                 with alone, e.for_range(first, stop, name="step") as step:
                     self.step_alone(span, step, stop)
                 with several:
-                    self.steps_together(span, rows, first, stop)
+                    together()
         else:
-            self.steps_together(span, rows, first, stop)
+            together()
         with e.for_range(begin, end, name="token") as t, e.for_range(0, s.group, name="head") as h:
             self.finish_row(t, h, b.add(b.mul(b.sub(t, begin), e.i64(s.group)), h))
 
@@ -196,32 +199,25 @@ class _Attention:
     def ring_slot(self, step: Value) -> Value:
         return self.e.b.shl(self.e.b.and_(step, self.e.i64(2 * AHEAD - 1)), self.e.i64(4))
 
-    def steps_together(self, span: _Span, rows: Value, first: Value, stop: Value) -> None:
-        """Convert a few steps to scratch, score them, then take them in order."""
+    def step_together(self, span: _Span, rows: Value, step: Value, stop: Value) -> None:
+        """One step for the rows of several tokens, converted to scratch first."""
         e, b, s = self.e, self.e.b, self.s
-        with e.for_range(first, stop, s.steps, name="steps") as group:
-            count = e.imin(e.i64(s.steps), b.sub(stop, group))
-            with e.for_range(0, count, name="convert") as i:
-                step = b.add(group, i)
-                self.announce_ahead(span, step, stop)
-                self.keys.store_columns(self.ring_slot(step), self.at(s.k, i, 4 * STEP * self.spec.d))
-                self.values.store_rows(self.ring_slot(step), self.at(s.v, i, 4 * STEP * s.padded), s.padded)
-            self.scores(rows, count)
-            with e.for_range(0, count, name="step") as i:
-                entry = b.shl(b.add(group, i), e.i64(4))
-                p = self.at(s.p, i, 4 * STEP * s.rows)
-                v = self.at(s.v, i, 4 * STEP * s.padded)
-                with e.for_range(0, rows, name="row") as r:
-                    self.soften(p, entry, r)
-                whole = b.and_(b.icmp_signed(">=", entry, span.all_low), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), span.all_high))
-                with e.if_else(whole) as (all_visible, partly):
-                    with all_visible:
-                        self.for_groups(rows, self.value_groups(), lambda r, n, p=p, v=v: self.add_values(p, v, r, n))  # type: ignore[misc]
-                    with partly, e.for_range(0, rows, name="row") as r:
-                        self.add_visible_values(p, v, entry, r)
+        k, v, p, entry = self.at(s.k), self.at(s.v), self.at(s.p), b.shl(step, e.i64(4))
+        self.announce_ahead(span, step, stop)
+        self.keys.store_columns(self.ring_slot(step), k)
+        self.values.store_rows(self.ring_slot(step), v, s.padded)
+        self.for_groups(rows, self.score_groups(), lambda r, n: self.score(k, p, r, n))
+        with e.for_range(0, rows, name="row") as r:
+            self.soften(p, entry, r)
+        whole = b.and_(b.icmp_signed(">=", entry, span.all_low), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), span.all_high))
+        with e.if_else(whole) as (all_visible, partly):
+            with all_visible:
+                self.for_groups(rows, self.value_groups(), lambda r, n: self.add_values(p, v, r, n))
+            with partly, e.for_range(0, rows, name="row") as r:
+                self.add_visible_values(p, v, entry, r)
 
     def step_alone(self, span: _Span, step: Value, stop: Value) -> None:
-        """One step for the heads of one token, straight from the cache: the same chains as ``steps_together``."""
+        """One step for the heads of one token, straight from the cache: the same chains as ``step_together``."""
         e, b, s, n = self.e, self.e.b, self.s, self.lanes
         ty = vec(F32, n)
         self.announce_ahead(span, step, stop)
@@ -357,44 +353,29 @@ class _Attention:
 
     # -- products ----------------------------------------------------------------------------------------------------
 
-    def scores(self, rows: Value, count: Value) -> None:
-        """Scores of all rows for ``count`` steps."""
+    def score_groups(self) -> list[int]:
         most = self.registers // self.width
-        sizes = sorted({min(8, most), max(1, most // 2), min(self.s.group, most, 8), 1}, reverse=True)
-        self.for_groups(rows, sizes, lambda r, n: self.score_group(r, n, count))
+        return sorted({most, max(1, most // 2), min(self.s.group, most), 1}, reverse=True)
 
-    def score_group(self, r: Value, n_rows: int, count: Value) -> None:
-        e, s, spec, n = self.e, self.s, self.spec, self.lanes
-        together = max(1, min(s.steps, self.registers // (n_rows * self.width)))
-        while s.steps % together:
-            together -= 1
+    def score(self, k: Value, p: Value, r: Value, n_rows: int) -> None:
+        """Scores of ``n_rows`` rows."""
+        e, spec, n = self.e, self.spec, self.lanes
         ty = vec(F32, n)
-        q = self.at(s.q, r, 4 * spec.d)
-        with e.for_range(0, count, together, name="score") as step:
-            k = self.at(s.k, step, 4 * STEP * spec.d)
-            acc = [[[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(together)] for _ in range(n_rows)]
-
-            def element(i: Value, k: Value = k, acc: list[list[list[Var]]] = acc) -> None:
-                column = e.at(k, i, 4 * STEP)
-                keys = [
-                    [e.load(ty, e.gep(column, 4 * (STEP * spec.d * m + n * w))) for w in range(self.width)] for m in range(together)
-                ]
-                for row in range(n_rows):
-                    factor = e.splat(e.load(F32, e.gep(e.at(q, i, 4), 4 * spec.d * row)), n)
-                    for m in range(together):
-                        for w in range(self.width):
-                            cell = acc[row][m][w]
-                            cell.set(e.fma(factor, keys[m][w], cell.get()))
-
-            unroll = next(u for u in (4, 2, 1) if spec.d % u == 0)
-            with e.for_range(0, spec.d, unroll, name="i") as i:
-                for u in range(unroll):
-                    element(e.b.add(i, e.i64(u)))
-            for row in range(n_rows):
-                for m in range(together):
-                    target = self.at(s.p, e.b.add(e.b.mul(e.b.add(step, e.i64(m)), e.i64(s.rows)), e.b.add(r, e.i64(row))), 4 * STEP)
-                    for w in range(self.width):
-                        e.store(acc[row][m][w].get(), e.gep(target, 4 * n * w))
+        q = self.at(self.s.q, r, 4 * spec.d)
+        acc = [[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(n_rows)]
+        unroll = next(u for u in (4, 2, 1) if spec.d % u == 0)
+        with e.for_range(0, spec.d, unroll, name="i") as i:
+            for u in range(unroll):
+                column = e.gep(e.at(k, i, 4 * STEP), 4 * STEP * u)
+                keys = [e.load(ty, e.gep(column, 4 * n * w)) for w in range(self.width)]
+                for row, cells in enumerate(acc):
+                    factor = e.splat(e.load(F32, e.gep(e.at(q, i, 4), 4 * (spec.d * row + u))), n)
+                    for key, cell in zip(keys, cells):
+                        cell.set(e.fma(factor, key, cell.get()))
+        target = e.at(p, r, 4 * STEP)
+        for row, cells in enumerate(acc):
+            for w, cell in enumerate(cells):
+                e.store(cell.get(), e.gep(target, 4 * (STEP * row + n * w)))
 
     def value_groups(self) -> list[int]:
         most = self.registers // 4
