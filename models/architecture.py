@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ggufc.ir import Graph, Node
 from ggufc.models.blocks import EMBEDDING_NODES, HEAD_NODES, INPUT_NODES, MASK_NODES, Builder
+from ggufc.models.caches import CacheInfo
 from ggufc.models.hparams import HParams, LayerParams
-from ggufc.models.weights import TensorSpec
+from ggufc.models.step import Step
+from ggufc.models.weights import TensorSpec, Weights
 
 RESIDUAL_NODES = 2
 """The sum with the residual stream and, once in the last layer, the choice of its wanted rows."""
@@ -28,9 +30,15 @@ class Architecture:
     tensors: Callable[[HParams, Container[str]], Iterator[TensorSpec]]
     build: Callable[[Builder], Graph]
     layer_nodes: Callable[[LayerParams], int]
+    caches: Callable[[HParams, Weights, Step], Iterable[CacheInfo]] | None = None
+    """The persistent resources where they are not the ordinary ones of ``caches.layer_caches``."""
+    nodes: Callable[[HParams, Weights, Step], int] | None = None
+    """The node estimate of families whose graphs depend on the step."""
 
-    def node_estimate(self, hp: HParams) -> int:
+    def node_estimate(self, hp: HParams, weights: Weights, step: Step) -> int:
         """Upper bound of the nodes of a built graph: the sum of what the blocks promise."""
+        if self.nodes is not None:
+            return self.nodes(hp, weights, step)
         frame = INPUT_NODES + MASK_NODES * len(hp.windows()) + EMBEDDING_NODES + HEAD_NODES
         return frame + sum(self.layer_nodes(layer) for layer in hp.layers)
 

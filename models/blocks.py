@@ -104,6 +104,11 @@ class Builder:
     def _input(self, name: str, dtype: str, ne: tuple[IntDim, ...], kind: str, window: int = 0) -> Node:
         return self._frame(f"input {name}", lambda: self.graph.input(name, kind, TensorType(dtype, ne), window=window))
 
+    def input(self, name: str, kind: str, ne: tuple[IntDim, ...], *, dtype: str = "i32", **attrs: Any) -> Node:
+        """A runtime input of any kind (``ggufc.ir.ops.inputs``), one node per name; ``attrs`` are those of the operator."""
+        make = lambda: self.graph.add("input", name=name, kind=kind, type=TensorType(dtype, ne), **attrs)  # noqa: E731
+        return self._frame(f"input {name}", make)
+
     @property
     def positions(self) -> Node:
         """i32 [T]: position of each token."""

@@ -27,7 +27,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     """One persistent KV resource of a model: ``width`` values per cell, in heads of ``head_dim``.
 
     ``rope`` holds what rotated the keys (empty for values and keys that are not rotated, ``UNSHIFTABLE`` where no shift is possible),
-    ``window`` the layer's attention window.
+    ``window`` the layer's attention window. ``rows`` says how many rows there are, as a dimension of the graph.
     """
 
     name: str
@@ -38,6 +38,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     head_dim: int
     window: int
     rope: dict[str, Any]
+    rows: str = "C"
 
 
 def absorbed(step: Step) -> bool:

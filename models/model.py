@@ -67,7 +67,7 @@ class Model:
 
     def node_estimate(self, step: Step | None = None) -> int:
         """The most nodes ``build(step)`` can make. Graphs of these families have the same nodes for every step."""
-        return self.architecture.node_estimate(self.hparams)
+        return self.architecture.node_estimate(self.hparams, self.weights, step or Step())
 
     def cache_rope(self, layer: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Attributes of the operator that rotated layer ``layer``'s keys, as a K-shift needs them; empty where keys are not
@@ -81,4 +81,6 @@ class Model:
         """The KV resources of every graph of this model, under the builder options ``type_k``, ``type_v``, ``mla`` and
         ``n_ctx_seq``."""
         step = Step(options)
+        if self.architecture.caches is not None:
+            return list(self.architecture.caches(self.hparams, self.weights, step))
         return [cache for i, layer in enumerate(self.hparams.layers) for cache in layer_caches(layer, i, self.weights, step)]

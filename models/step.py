@@ -18,13 +18,23 @@ Value = int | bool | str
 SYMBOLS = ("T", "O", "C", "KV", "R")
 """Symbols of an evaluation graph: tokens, rows with logits, cache cells, visible cells (padded), cell list entries."""
 
-OPTIONS: dict[str, Value] = {"type_k": "f16", "type_v": "f16", "embd_input": False, "mla": 3, "n_ctx_seq": 0}
+OPTIONS: dict[str, Value] = {
+    "type_k": "f16",
+    "type_v": "f16",
+    "embd_input": False,
+    "mla": 3,
+    "n_ctx_seq": 0,
+    "idx_type_k": "f16",
+    "dsa_top_k": 0,
+    "swa_compress": False,
+}
 """Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input; how latent attention
 is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence may
-have, as models with factors for long contexts ask (0: not more than the original context)."""
+have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; rows an
+indexer keeps (0: as the model says); whether layers with a window cache the window's rows only."""
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
-_RANGES = {"mla": 3, "n_ctx_seq": 1 << 30}
+_RANGES = {"mla": 3, "n_ctx_seq": 1 << 30, "dsa_top_k": 1 << 30}
 
 _PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")
 _COMPARE = {
@@ -72,6 +82,11 @@ class Step:
         self._observations[name] = value
         return value
 
+    def says(self, name: str) -> bool:
+        """Whether this step has a concrete value of a size. A graph for all sizes is built from a step that has none: what depends on
+        them is then left to operators and inputs, and nothing is recorded, since such a graph serves every step."""
+        return name in self._values
+
     def key(self) -> tuple[tuple[str, Value], ...]:
         """The observations as a hashable key."""
         return tuple(self.observations.items())
@@ -108,8 +123,8 @@ def _checked(name: str, value: Value) -> Value:
         raise ModelError(f"builder option {name!r} is unknown; known are {', '.join(sorted(OPTIONS))}")
     if type(value) is not type(OPTIONS[name]):
         raise ModelError(f"builder option {name!r} must be a {type(OPTIONS[name]).__name__}, not {value!r}")
-    if name in ("type_k", "type_v") and value not in CACHE_TYPES:
-        raise ModelError(f"builder option {name!r}: a KV cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
+    if name in ("type_k", "type_v", "idx_type_k") and value not in CACHE_TYPES:
+        raise ModelError(f"builder option {name!r}: a cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
     if name in _RANGES and not 0 <= int(value) <= _RANGES[name]:
         raise ModelError(f"builder option {name!r} is {value}; it must lie between 0 and {_RANGES[name]}")
     return value

@@ -20,13 +20,15 @@ _NO_WEIGHTS = frozenset(("i8", "i16", "i32", "i64", "f64"))
 class TensorSpec(msgspec.Struct, frozen=True):
     """A tensor an architecture reads: its name, its ggml shape (``also``: others in use for it), and whether the file may lack it.
 
-    ``vector`` marks one-dimensional tensors (norms, biases), which must be plain floats; matrices may have any weight type.
+    ``vector`` marks one-dimensional tensors (norms, biases), which must be plain floats; matrices may have any weight type. ``integer``
+    tables hold i32 numbers instead.
     """
 
     name: str
     ne: tuple[int, ...]
     optional: bool = False
     also: tuple[tuple[int, ...], ...] = ()
+    integer: bool = False
 
     @property
     def vector(self) -> bool:
@@ -76,6 +78,10 @@ def _shape(spec: TensorSpec, tensor: Any) -> tuple[int, ...]:
 
 def _dtype(spec: TensorSpec, tensor: Any) -> str:
     dtype = str(tensor.type.name)
+    if spec.integer and dtype != "i32":
+        raise ModelError(f"tensor {spec.name!r} has type {dtype}; it holds indices and must be i32")
+    if spec.integer:
+        return dtype
     if spec.vector and dtype not in VECTOR_TYPES:
         raise ModelError(f"tensor {spec.name!r} has type {dtype}; one-dimensional weights must be one of {', '.join(VECTOR_TYPES)}")
     if dtype not in TYPES or dtype in _NO_WEIGHTS:
