@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +125,9 @@ def test_profile_names_every_launch(artifact):
         s.decode(TOKENS[:5])
         cycles = s.executor.profile()
         assert len(cycles) == len(s.executor.program.launches) and (cycles >= 0).all() and cycles.sum() > 0
+
+
+def test_a_process_may_end_without_closing_its_session(artifact):
+    code = f"from ggufc.runtime import Session; s = Session({str(artifact.path)!r}, n_threads=3); print(len(s.decode([5, 6, 7])))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
