@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -47,7 +47,7 @@ def read(metadata: Mapping[str, Any]) -> HParams:
     """Hyperparameters, with the sizes of latent attention and its score scale."""
     keys = read_keys(DeepSeek2Keys, metadata, "deepseek2")
     latent = _latent_params(keys)
-    gate = "sigmoid" if keys.n_layer in SIGMOID_LAYERS else "softmax"
+    gate: Literal["softmax", "sigmoid"] = "sigmoid" if keys.n_layer in SIGMOID_LAYERS else "softmax"
     head_dim = latent.n_nope + latent.n_rot
     hp = resolve_experts(keys, metadata, "deepseek2", "norm", default_gate=gate, head_dim=head_dim)
     layers = tuple(_layer_params(layer, latent, keys) for layer in hp.layers)

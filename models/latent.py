@@ -22,6 +22,7 @@ from collections.abc import Container, Iterator
 
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node
+from ggufc.ir.dims import is_multiple
 from ggufc.models.attention import CACHE_NODES, JOIN_NODES, ROTATION_NODES, SCORE_NODES, decoded, join_heads, rotate, store, weighted_values
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
 from ggufc.models.caches import absorbed
@@ -192,5 +193,5 @@ def _transposed(b: Builder, w: Node, name: str, requantise: bool = False) -> Nod
     w = b.add("cont", b.add("transpose", w, name=f"{name}.view"), name=name)
     if not requantise:
         return w
-    dtype = "f16" if w.type.ne[0] % TYPES["q8_0"].block else "q8_0"
+    dtype = "q8_0" if is_multiple(w.type.ne[0], TYPES["q8_0"].block) else "f16"
     return b.add("cast", w, name=f"{name}.{dtype}", dtype=dtype)
