@@ -224,7 +224,7 @@ def resolve(
         n_layer=keys.n_layer,
         n_ctx_train=keys.n_ctx_train,
         n_embd=keys.n_embd,
-        n_vocab=_n_vocab(keys, metadata, arch),
+        n_vocab=n_vocab(keys, metadata, arch),
         norm_eps=keys.norm_eps,
         layers=layers,
     )
@@ -277,7 +277,8 @@ def _head_dim(keys: DenseKeys, n_head: int, key: Any) -> int:
     return head_dim
 
 
-def _n_vocab(keys: DenseKeys, metadata: Mapping[str, Any], arch: str) -> int:
+def n_vocab(keys: DenseKeys, metadata: Mapping[str, Any], arch: str) -> int:
+    """Tokens of the vocabulary, from the key or the list of tokens."""
     if keys.n_vocab is not None:
         return keys.n_vocab
     tokens = metadata.get(TOKENS_KEY)

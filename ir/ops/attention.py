@@ -91,22 +91,28 @@ class SoftMax(Op):
 
 @register
 class KqMask(Op):
-    """Mask over physical cells: 0 where the token sees the cell, else minus infinity."""
+    """Mask over physical cells ``first .. first+ne0-1``: 0 where the token sees the cell, else minus infinity."""
 
     name = "kq_mask"
     operands = (
         Operand("cells", "concatenated cell lists [R]", "i32", max_rank=1),
         Operand("vis", "(base, lo, hi) per token [3, T]", "i32", min_rank=2, max_rank=2),
     )
-    attrs = (Attr("ne0", "dim", "cells covered by a row (KV)"),)
+    attrs = (
+        Attr("ne0", "dim", "cells covered by a row (KV)"),
+        Attr("first", "dim", "the first of them", 0, quiet=True),
+    )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
         return TensorType("f32", (attrs["ne0"], _visible_type("kq_mask", operands[0].type, operands[1].type)))
 
     def evaluate(self, call: Call) -> np.ndarray:
         out = np.full(call.shape, -np.inf, np.float32)
-        for row, seen in zip(out, visible_cells("kq_mask", call.args[0], call.args[1], call.ne[0])):
-            row[seen] = 0.0
+        first = call.attrs["first"]
+        for row, seen in zip(out, visible_cells("kq_mask", call.args[0], call.args[1], first + call.ne[0])):
+            if seen.size and seen.min() < first:
+                raise IRError(f"kq_mask: a token sees cell {int(seen.min())}, but the mask begins at cell {first}.")
+            row[seen - first] = 0.0
         return out
 
     def flops(self, node: Node) -> IntDim:

@@ -76,3 +76,14 @@ def test_every_input_kind_checks_its_type_and_settings(kind):
     for t, extra, message in wrong:
         with pytest.raises(IRError, match=message):
             Graph("g").add("input", name="x", kind=kind, type=t, **extra)
+
+
+def test_a_mask_may_begin_behind_the_first_cell():
+    g = Graph("g", symbols=SYMBOLS)
+    i = inputs(g)
+    whole = g.add("kq_mask", i["kv_cells"], i["visible"], ne0=8)
+    part = g.add("kq_mask", i["kv_cells"], i["visible"], ne0=7, first=1)
+    values = {"visible": np.array([[0, 0, 1], [0, 2, 3], [0, 2, 5]])}  # cells 5, 6 and 6, 1, 3
+    assert np.array_equal(run(g, part, **values), run(g, whole, **values)[:, 1:])
+    with pytest.raises(IRError, match="begins at cell 1"):
+        run(g, part)
