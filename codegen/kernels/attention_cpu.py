@@ -5,7 +5,7 @@ entry 0. For each step the K rows are converted to f32 and transposed, the V row
 and all tokens of the block that share the list. Per row (token, query head) and step:
 
     s_j = sum_i q_i K_ij                 one fused chain over i ascending; lanes hold the 16 entries j
-    m'  = max(m, max s); acc, l *= e^(m - m') if m' > m
+    m'  = max s if max s > m + 8, else m; acc, l *= e^(m - m') if m' > m
     p_j = e^(s_j - m'); l_j += p_j       l keeps 16 partial sums, added by halving at the end
     acc += p_j V_j                       one fused chain over j ascending; lanes hold the value's elements
 
@@ -30,6 +30,9 @@ from ggufc.codegen.kernels.attention_cells import AHEAD, RING_BYTES, STEP, CellR
 
 TOKEN_BLOCK = 16
 """Tokens per tile of work: ``FlashAttn`` runs over ``n_head_kv * ceil(T / TOKEN_BLOCK)`` tiles."""
+
+_SLACK = 8.0
+"""How far scores may exceed the reference m before it moves: p stays below e^8, and moving it, the costly part of a step, becomes rare."""
 
 _LOWEST = -3.4028234663852886e38
 
@@ -314,7 +317,7 @@ class _Attention:
             e.store_masked(b.fmul(e.load(vec(F32, n), e.gep(source, done)), factor), e.gep(target, done), spec.dv % n)
 
     def soften(self, p: Value, entry: Value, r: Value) -> None:
-        """Scores of row ``r`` for one step to probabilities relative to the running maximum."""
+        """Scores of row ``r`` for one step to probabilities relative to the row's reference score."""
         e, b, s, n = self.e, self.e.b, self.s, self.lanes
         ty = vec(F32, n)
         row = e.at(p, r, 4 * STEP)
@@ -336,17 +339,17 @@ class _Attention:
         top = self.at(s.tops, r, 4)
         old = e.load(F32, top)
         bits = ir.IntType(n)
-        higher = b.bitcast(b.fcmp_ordered(">", most, e.splat(old, n)), bits)
+        higher = b.bitcast(b.fcmp_ordered(">", most, e.splat(b.fadd(old, e.f32(_SLACK)), n)), bits)
         with e.if_(b.icmp_unsigned("!=", higher, bits(0)), likely=False):
             new = e.reduce(most, "max")
             e.store(new, top)
-            factor = e.splat(vmath.exp_nonpositive(e, b.fsub(old, new)), n)
+            factor = e.splat(vmath.exp_flushed(e, b.fsub(old, new)), n)
             self.rescale(self.at(s.acc, r, 4 * s.padded), s.padded, factor)
             self.rescale(self.at(s.sums, r, 4 * STEP), STEP, factor)
         reference = e.splat(e.load(F32, top), n)
         sums = self.at(s.sums, r, 4 * STEP)
         for w, v in enumerate(scores):
-            probability = vmath.exp_nonpositive(e, b.fsub(v, reference))
+            probability = vmath.exp_flushed(e, b.fsub(v, reference))
             e.store(probability, e.gep(row, 4 * n * w))
             at = e.gep(sums, 4 * n * w)
             e.store(b.fadd(e.load(vec(F32, n), at), probability), at)

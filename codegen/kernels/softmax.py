@@ -65,7 +65,7 @@ class SoftMax:
             top = e.splat(e.reduce(most.get(), "max"), lanes)
 
             def exponential(i: Value, n: int, lane_mask: Value | None) -> None:
-                p = vmath.exp_nonpositive(e, b.fsub(score(i, n, lane_mask), top))
+                p = vmath.exp_flushed(e, b.fsub(score(i, n, lane_mask), top))
                 sums.set(b.fadd(sums.get(), p))
                 store_values(e, out, p, e.at(target, i, out.size), lane_mask)
 

@@ -66,8 +66,8 @@ def exp(e: Emitter, x: Value) -> Value:
     return b.fmul(b.fmul(p, _power_of_two(e, half)), _power_of_two(e, b.sub(k, half)))
 
 
-def exp_nonpositive(e: Emitter, x: Value) -> Value:
-    """e^x for x <= 0, as the softmax needs it: results below 2^-126 are 0; x = 0 gives exactly 1."""
+def exp_flushed(e: Emitter, x: Value) -> Value:
+    """e^x for x up to 88, as the softmax needs it: results below 2^-126 are 0; x = 0 gives exactly 1."""
     b, ty = e.b, x.type
     ints = vec(I32, _lanes(x))
     low = e.const(ty, -87.3)
