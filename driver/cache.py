@@ -28,6 +28,7 @@ from ggufc.formats.artifact import FORMAT_VERSION
 from ggufc.runtime.paths import artifacts_dir, cache_dir, models_dir
 
 SUFFIX = ".ggufc"
+STALE_SECONDS = 3600
 _COMPILER_ROOMS = ("formats", "ir", "models", "passes", "codegen")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -122,6 +123,13 @@ class Entry:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def stale(self) -> bool:
+        """True for what no later run will use. Something partial counts after an hour: before, another process may be writing it."""
+        if self.kind == "partial":
+            return time.time() - self.modified > STALE_SECONDS
+        return self.state in {"outdated", "orphan"}
 
 
 def entries() -> list[Entry]:

@@ -43,7 +43,7 @@ def ls(as_json: bool) -> None:
 
 @command.command()
 @click.argument("patterns", nargs=-1, metavar="NAME...")
-@click.option("--stale", is_flag=True, help="Remove artifacts that will not be used again, and what interrupted runs left.")
+@click.option("--stale", is_flag=True, help="Remove artifacts that will not be used again, and what runs interrupted an hour ago left.")
 @click.option("--all", "everything", is_flag=True, help="Remove everything, models too.")
 def rm(patterns: tuple[str, ...], stale: bool, everything: bool) -> None:
     """Remove entries by name; * and ? match as in a shell."""
@@ -57,13 +57,7 @@ def rm(patterns: tuple[str, ...], stale: bool, everything: bool) -> None:
     unmatched = [p for p in patterns if not any(fnmatch.fnmatchcase(e.name, p) for e in found)]
     if unmatched:
         raise DriverError(f"nothing in the cache is called {', '.join(unmatched)}; `ggufc cache ls` shows the names")
-    chosen = [
-        e
-        for e in found
-        if everything
-        or (stale and (e.kind == "partial" or e.state in {"outdated", "orphan"}))
-        or any(fnmatch.fnmatchcase(e.name, p) for p in patterns)
-    ]
+    chosen = [e for e in found if everything or (stale and e.stale) or any(fnmatch.fnmatchcase(e.name, p) for p in patterns)]
     for entry in chosen:
         remove(entry)
         click.echo(f"removed {entry.name}")

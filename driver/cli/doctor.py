@@ -40,8 +40,10 @@ def command(as_json: bool) -> None:
 
 def examine() -> tuple[dict[str, object], list[str]]:
     """The report in order of printing, and what is wrong."""
+    from ggufc.codegen.weights import known_formats
     from ggufc.files import size_words
     from ggufc.machine import cpu_name, memory
+    from ggufc.models.registry import ARCHITECTURES
     from ggufc.runtime.cpuinfo import available_cpus, host_features, physical_cores
     from ggufc.runtime.paths import cache_dir
 
@@ -64,6 +66,8 @@ def examine() -> tuple[dict[str, object], list[str]]:
         "llvm": _llvm(problems),
         "cpu": cpu_name(),
         "level": _level(features),
+        "architectures": ", ".join(sorted(ARCHITECTURES)),
+        "weights": " ".join(known_formats()),
         "features": " ".join(sorted(features)) or "unknown (only baseline artifacts run)",
         "cores": f"{physical_cores()} physical, {len(available_cpus())} logical available",
         "memory": f"{size_words(ram[0])}, {size_words(ram[1])} available" if ram else "unknown",

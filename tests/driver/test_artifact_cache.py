@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ggufc import cache
+from ggufc.cli import cli
 from ggufc.errors import DriverError
 from ggufc.files import replacing, size_words
 
@@ -162,6 +165,36 @@ def test_leftovers_are_listed_as_partial() -> None:
     assert [(e.kind, e.name, e.size) for e in cache.entries()] == [("partial", "m.gguf.part", 10), ("partial", "n.gguf.wheels", 5)]
     for entry in cache.entries():
         cache.remove(entry)
+    assert cache.entries() == []
+
+
+def test_what_is_stale(source: Path) -> None:
+    """Leftovers count after an hour, so that what another process is writing now is left alone."""
+    cache.fetch(source, OPTIONS, write("code"))
+    fresh, old = (cache.artifacts_dir() / f".m.ggufc.{name}.tmp" for name in ("fresh", "old"))
+    for path in (fresh, old):
+        path.write_text("half")
+    os.utime(old, (1, 1))
+    assert [e.name for e in cache.entries() if e.stale] == [old.name]
+    os.utime(source, ns=(1, 1))
+    assert len([e for e in cache.entries() if e.stale]) == 2
+
+
+def test_ls_and_rm_commands(source: Path) -> None:
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["cache", *arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    artifact = cache.fetch(source, OPTIONS, write("code"))
+    assert f"{artifact.name}  just now  current" in invoke("ls")
+    (row,) = json.loads(invoke("ls", "--json"))
+    assert row["kind"] == "artifact" and row["bytes"] == 4 and row["source"] == str(source)
+    assert "0 entries" in invoke("rm", "--stale")
+    with pytest.raises(DriverError, match=r"called nothing\*"):
+        invoke("rm", "nothing*")
+    assert CliRunner().invoke(cli, ["cache", "rm"]).exit_code == 2
+    assert "removed" in invoke("rm", "tiny_model*")
     assert cache.entries() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -80,9 +81,11 @@ def test_the_readme_has_exactly_two_set_up_commands() -> None:
     ]
 
 
-def test_the_readme_names_the_known_architectures() -> None:
+def test_doctor_lists_what_is_supported_as_the_readme_says(invoke) -> None:
+    from ggufc.codegen.weights import known_formats
     from ggufc.models import registry
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in registry.ARCHITECTURES:
-        assert name in text
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert report["architectures"].split(", ") == sorted(registry.ARCHITECTURES)
+    assert set(report["weights"].split()) == set(known_formats())
+    assert report["problems"] == []

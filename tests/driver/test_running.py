@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +201,17 @@ def test_the_second_run_compiles_nothing(ggufc_process, text_model: Path) -> Non
     assert "compiling tiny.gguf" in first.stderr
     assert "compiling" not in second.stderr
     assert "\x1b" not in first.stdout + first.stderr
+
+
+def test_an_interrupted_compilation_leaves_nothing(text_model: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "GGUFC_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "ggufc", "run", str(text_model), "-p", "a"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and process.stderr.readline().startswith("compiling")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err and out == ""
+    assert list((tmp_path / "artifacts").iterdir()) == []
 
 
 def test_running_an_artifact_needs_no_compiler(artifact: Path) -> None:
