@@ -2,9 +2,9 @@
 
     python benchmarks/compare.py -m model.gguf --llama-bench ik=/path/to/llama-bench -t 1,2 -p 512 -n 128 --rounds 5
 
-Runs alternate: in every round each engine measures each test once (after its own warm-up), so that a machine that slows down slows all of them.
-The table shows medians over the rounds and ggufc's speed relative to each peer. Nothing is installed or built; peers must exist. Both llama.cpp's and
-ik_llama.cpp's llama-bench work: only ``-m -p -n -t -r -o json`` are used, and ``--peer-args`` adds what is given.
+Runs alternate: in every round each engine measures each test once (after its own warm-up), so that a machine that slows down slows
+all of them. The table shows medians over the rounds and ggufc's speed relative to each peer. Nothing is installed or built; peers must
+exist. Both llama.cpp's and ik_llama.cpp's llama-bench work: only ``-m -p -n -t -r -o json`` are used, and ``--peer-args`` adds more.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ def command(as_json: bool) -> None:
 
 def examine() -> tuple[dict[str, object], list[str]]:
     """The report in order of printing, and what is wrong."""
-    from ggufc.codegen.weights import known_formats
     from ggufc.files import size_words
     from ggufc.machine import cpu_name, memory
     from ggufc.models.registry import ARCHITECTURES
@@ -67,7 +66,7 @@ def examine() -> tuple[dict[str, object], list[str]]:
         "cpu": cpu_name(),
         "level": _level(features),
         "architectures": ", ".join(sorted(ARCHITECTURES)),
-        "weights": " ".join(known_formats()),
+        "weights": _weights(),
         "features": " ".join(sorted(features)) or "unknown (only baseline artifacts run)",
         "cores": f"{physical_cores()} physical, {len(available_cpus())} logical available",
         "memory": f"{size_words(ram[0])}, {size_words(ram[1])} available" if ram else "unknown",
@@ -93,6 +92,15 @@ def _llvm(problems: list[str]) -> str:
         problems.append(f"llvmlite does not load ({error}); artifacts still run, compiling does not")
         return "not available"
     return ".".join(str(part) for part in llvm.llvm_version_info)
+
+
+def _weights() -> str:
+    """Types that can be multiplied; the table comes with the code generator, which needs LLVM."""
+    try:
+        from ggufc.codegen.weights import known_formats
+    except (ImportError, OSError):
+        return "not available"
+    return " ".join(known_formats())
 
 
 def _level(features: frozenset[str]) -> str:

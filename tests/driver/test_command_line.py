@@ -154,7 +154,9 @@ def test_signals_leave_no_partial_file(tmp_path: Path, number: signal.Signals, c
         "import sys, time, click\nfrom pathlib import Path\nfrom ggufc.cli.failures import run\nfrom ggufc.files import replacing\n"
         "@click.command()\ndef command():\n"
         "    with replacing(Path(sys.argv[1])) as temporary:\n"
-        "        temporary.write_text('half'); print('writing', flush=True); time.sleep(60)\n"
+        "        temporary.write_text('half'); print('writing', flush=True)\n"
+        # Short naps: a signal that arrives just before a long sleep would be seen after it.
+        "        for _ in range(1000): time.sleep(0.02)\n"
         "sys.exit(run(command, []))"
     )
     process = subprocess.Popen(
@@ -188,3 +190,15 @@ def test_the_package_offers_its_names_lazily() -> None:
     package = importlib.import_module("ggufc")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
+
+
+def test_doctor_reports_what_is_missing(tmp_path: Path) -> None:
+    """Without LLVM artifacts still run; doctor says so instead of failing, and its exit code tells."""
+    script = (
+        "import sys; sys.modules['llvmlite'] = None\n"
+        "from ggufc.cli import cli; from ggufc.cli.failures import run; sys.exit(run(cli, ['doctor']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "problem: llvmlite does not load" in result.stderr and "compiling does not" in result.stderr
+    assert "Traceback" not in result.stderr
