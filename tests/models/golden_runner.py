@@ -121,12 +121,12 @@ class Runner:
         return np.asarray(out["logits"]).reshape(len(ids), self.model.n_vocab)
 
 
-def run_case(folder: Path, *, steps: int | None = None) -> dict[str, np.ndarray]:
-    """Logits of the named steps of a case (the first ``steps`` of its steps)."""
+def run_case(folder: Path, *, steps: int | None = None, **options: Any) -> dict[str, np.ndarray]:
+    """Logits of the named steps of a case (the first ``steps`` of its steps), with ``options`` over those of the case."""
     case = json.loads((folder / "case.json").read_text())
     out = {}
     with GGUFFile.open(folder / "model.gguf") as file:
-        runner = Runner(load_model(file), file.data, case["options"])
+        runner = Runner(load_model(file), file.data, case["options"] | options)
         for step in case["steps"][:steps]:
             op = step["op"]
             if op in ("decode", "decode_last"):
