@@ -27,8 +27,8 @@ EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 
 _TILE_BYTES = 128 << 10
 _MIN_TILES = 16
-_PANEL_TOKENS = 8
-"""From this many tokens on a group is unpacked to scratch first."""
+_PANEL_TOKENS = 64
+"""From this many tokens on a group is unpacked to scratch first; below, unpacking again for every block of tokens is cheaper."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _MatMulEmitter:
             else:
                 with e.if_else(b.icmp_signed("<", self.tokens, e.i64(_PANEL_TOKENS))) as (few, many):
                     with few:
-                        self._runs(unit, groups, 4 if self.lanes == 16 else 2, panel=False)
+                        self._runs(unit, groups, self._token_block, panel=False)
                     with many:
                         self._many(unit, groups)
         e.ret()

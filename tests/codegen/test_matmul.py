@@ -20,7 +20,8 @@ from ggufc.codegen.kernels.matmul import MatMul, MatMulId, grid, tiles_per_token
 from ggufc.codegen.weights import weight_format
 
 GOLDEN_K = 512
-TOKENS = (1, 2, 3, 7, 8, 9, 16)
+MANY = 75  # whole panels of tokens and a tail
+TOKENS = (1, 2, 3, 7, 8, 9, 16, 33)
 LEVELS = [pytest.param(t, id=t.level) for t in runnable_targets()]
 
 
@@ -30,18 +31,18 @@ def activations(tokens: int, k: int, seed: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "target"), CASES, ids=CASE_IDS)
 def test_product_is_right_and_does_not_depend_on_the_batch(name, target):
-    """33 tokens against float64, then every smaller batch against the bits of the large one."""
+    """Many tokens against float64, then every smaller batch against the bits of the large one."""
     k, n = GOLDEN_K, 40
     raw = weight_rows(name, k, n)
-    x = activations(33, k)
+    x = activations(MANY, k)
     spec = MatMul(name, k, n, "none", False, "T")
     w = packed(name, raw, k)
     y = multiply(spec, target, w, x)
     want = product(name, raw, k, x)
     assert np.abs(y - want).max() <= 3e-6 * want.std()
     for tokens in TOKENS:
-        assert multiply(spec, target, w, x[33 - tokens :]).tobytes() == y[33 - tokens :].tobytes()
-    order = np.random.default_rng(2).permutation(33)
+        assert multiply(spec, target, w, x[MANY - tokens :]).tobytes() == y[MANY - tokens :].tobytes()
+    order = np.random.default_rng(2).permutation(MANY)
     assert multiply(spec, target, w, x[order]).tobytes() == y[order].tobytes()
 
 
@@ -75,7 +76,7 @@ def test_odd_shapes(name, k, n, target):
 def test_bias_and_residual(target):
     k, n = 64, 21
     w = packed("q8_0", weight_rows("q8_0", k, n, seed=4), k)
-    for tokens in (3, 8):
+    for tokens in (3, 70):
         x = activations(tokens, k)
         bias, residual = activations(1, n, 5)[0], activations(tokens, n, 6)
         plain = multiply(MatMul("q8_0", k, n, "none", False, "O"), target, w, x)
@@ -98,7 +99,7 @@ def test_a_fixed_number_of_rows():
 def test_gated_products(name, fn, target):
     k, n = 64, 48
     gate, up = weight_rows(name, k, n, seed=7), weight_rows(name, k, n, seed=8)
-    x = activations(9, k)
+    x = activations(MANY, k)
     pairs = np.stack([gate.reshape(-1, 16, gate.shape[1]), up.reshape(-1, 16, up.shape[1])], axis=1).reshape(2 * n, -1)
     w = packed(name, pairs, k)
     spec = MatMul(name, k, 2 * n, f"{fn}_glu", False, "T")
@@ -109,7 +110,7 @@ def test_gated_products(name, fn, target):
     else:
         want = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u
     assert np.abs(y - want).max() <= 2e-6 * np.abs(want).max()
-    for tokens in (1, 2, 5):
+    for tokens in (1, 2, 13):
         assert multiply(spec, target, w, x[:tokens]).tobytes() == y[:tokens].tobytes()
 
 
