@@ -5,8 +5,10 @@ Map of the room, in the order data flows:
 - ``metadata`` reads declared keys with types and ranges; ``hparams`` resolves them per layer; ``weights`` checks tensors against
   declared names and shapes.
 - ``step`` is the shape of one evaluation, recording what a builder looked at.
-- ``blocks``, ``attention``, ``ffn``, ``moe`` are the shared blocks, ``architecture`` the frame around them.
-- ``llama``, ``gemma3`` are the families, ``registry`` the list of them; ``model`` is what loading a file gives.
+- ``caches`` describes the persistent resources of a layer, for graphs and runtime alike.
+- ``blocks``, ``attention``, ``latent``, ``ffn``, ``moe`` are the shared blocks; ``architecture`` is the frame around them, ``prenorm`` and
+  ``gemma`` are whole layers several families share, ``experts`` the keys of those with experts.
+- one file per family (``llama``, ``qwen2``, ``gpt_oss``, ...), ``registry`` lists them; ``model`` is what loading a file gives.
 """
 
 from ggufc.models.architecture import Architecture
