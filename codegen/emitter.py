@@ -265,6 +265,28 @@ class Emitter:
     def ret(self) -> None:
         self.b.ret_void()
 
+    # -- lanes as threads (GPUs) -------------------------------------------------------------------------------------
+
+    spmd = False
+    """Whether lanes are threads: every thread then holds single values, and the loops below are spread over threads."""
+
+    @contextmanager
+    def for_lanes(self, n: Value | int) -> Iterator[Value]:
+        """``for i in range(n)``; spread over the lanes of a group where lanes are threads."""
+        with self.for_range(0, n) as i:
+            yield i
+
+    @contextmanager
+    def for_groups(self, start: Value, stop: Value, name: str = "row") -> Iterator[Value]:
+        """``for i in range(start, stop)``; spread over groups of threads where lanes are threads."""
+        with self.for_range(start, stop, name=name) as i:
+            yield i
+
+    @contextmanager
+    def one_lane(self) -> Iterator[None]:
+        """What only one thread of a group does: storing a value all of them hold."""
+        yield
+
     # -- integer helpers (i64) ---------------------------------------------------------------------------------------
 
     def imin(self, a: Value, c: Value) -> Value:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ggufc.codegen.cpu.target import Target, resolve
+from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.lower import lower
 from ggufc.codegen.options import CompileOptions
 from ggufc.codegen.schedule import Schedule
@@ -24,6 +26,9 @@ from ggufc.passes.pipelines import DEFAULT_PIPELINE
 PROGRAMS: dict[str, dict[str, bool]] = {"eval": {}, "eval_embd": {"embd_input": True}}
 """Graphs of an artifact: token input, and embeddings input."""
 
+_SESSION_SIZES = re.compile(r"n_ctx_seq > (\d+)\Z")
+"""Predicates on sizes that only a session knows: an artifact holds one program for each answer."""
+
 
 @dataclass
 class Compilation:
@@ -36,10 +41,33 @@ class Compilation:
     weights: WeightPlan
 
 
+def step_of(options: CompileOptions, program: str = "eval") -> Step:
+    """The builder's step of a program; ``eval@n_ctx_seq > 4096`` is the variant for which that holds."""
+    base, _, predicate = program.partition("@")
+    if base not in PROGRAMS:
+        raise CodegenError(f"there is no program {program!r}; the programs are {', '.join(PROGRAMS)}")
+    sizes = {}
+    if predicate:
+        match = _SESSION_SIZES.match(predicate)
+        if match is None:
+            raise CodegenError(f"{program!r}: a variant is named after the size it needs, such as {base}@n_ctx_seq > 4096")
+        sizes = {"n_ctx_seq": int(match[1]) + 1}
+    return Step({"type_k": options.type_k, "type_v": options.type_v, **options.builder, **PROGRAMS[base], **sizes})
+
+
 def build_graph(model: Model, options: CompileOptions, program: str = "eval") -> Graph:
     """The unfused graph as the builder emits it."""
-    step = Step({"type_k": options.type_k, "type_v": options.type_v, **PROGRAMS[program]})
-    return model.build(step, program)
+    return model.build(step_of(options, program), program.partition("@")[0])
+
+
+def program_names(model: Model, options: CompileOptions) -> list[str]:
+    """All programs of the artifact, with a variant for each answer to what builders ask about the session's size."""
+    names = []
+    for base in PROGRAMS:
+        names.append(base)
+        observed = build_graph(model, options, base).analysis.get("observations", {})
+        names.extend(f"{base}@{key}" for key, value in observed.items() if _SESSION_SIZES.match(key) and not value)
+    return names
 
 
 def run_passes(graph: Graph, options: CompileOptions, on_pass=None) -> list[PassRecord]:  # type: ignore[no-untyped-def]
@@ -51,7 +79,7 @@ def run_passes(graph: Graph, options: CompileOptions, on_pass=None) -> list[Pass
 def compile_graphs(model: Model, options: CompileOptions) -> list[Compilation]:
     """All programs of the artifact up to their schedules."""
     done = []
-    for name in PROGRAMS:
+    for name in program_names(model, options):
         graph = build_graph(model, options, name)
         records = run_passes(graph, options)
         schedule, weights = lower(graph, name)

@@ -139,7 +139,7 @@ class Elementwise:
             if adjacent:
                 for_vectors(e, ne[0], chunk)
             else:
-                with e.for_range(0, e.dim(ne[0])) as i:
+                with e.for_lanes(e.dim(ne[0])) as i:
                     chunk(i, 1, None)
 
         for_rows(e, ne[1:], ne[0], row)
@@ -187,7 +187,7 @@ class Copy:
             if a.nb[0] == 1 and out.nb[0] == 1 and a.ne[0] == ne[0]:
                 for_vectors(e, ne[0], lambda i, n, mask: move(e.at(source, i, a.size), e.at(target, i, out.size), n, mask))
                 return
-            with e.for_range(0, e.dim(ne[0])) as i:
+            with e.for_lanes(e.dim(ne[0])) as i:
                 position = i if a.ne[0] == ne[0] else b.urem(i, e.dim(a.ne[0]))
                 move(
                     e.at(source, b.mul(position, e.dim(a.nb[0])), a.size), e.at(target, b.mul(i, e.dim(out.nb[0])), out.size), 1, None

@@ -15,6 +15,10 @@ from ggufc.codegen.emitter import F32, F64, Emitter, Value, vec
 
 def for_chunks(e: Emitter, n: int, body: Callable[[Value | int, int], None]) -> None:
     """``body(index, count)`` over 0..n-1 in vectors; the last call may have ``count`` < lanes (masked loads and stores)."""
+    if e.spmd:
+        with e.for_lanes(n) as i:
+            body(i, 1)
+        return
     lanes = e.target.lanes
     whole = n - n % lanes
     if whole:
@@ -29,6 +33,8 @@ def sum_f64(e: Emitter, n: int, term: Callable[[Value | int, int], tuple[Value, 
 
     ``term(index, count)`` returns a vector to add, or a pair whose product is added; lanes past ``count`` must be zero.
     """
+    if e.spmd:
+        return _sum_f64_over_threads(e, n, term)
     lanes = e.target.lanes
     half = lanes // 2
     accumulators = [e.var(vec(F64, half), e.const(vec(F64, half), 0.0)) for _ in range(2)]
@@ -45,6 +51,22 @@ def sum_f64(e: Emitter, n: int, term: Callable[[Value | int, int], tuple[Value, 
 
     for_chunks(e, n, add)
     return e.reduce(e.b.fadd(accumulators[0].get(), accumulators[1].get()), "add")
+
+
+def _sum_f64_over_threads(e: Emitter, n: int, term: Callable[[Value | int, int], tuple[Value, Value] | Value]) -> Value:
+    """``sum_f64`` where lanes are threads: one chain per thread, then over the threads."""
+    total = e.var(F64, e.const(F64, 0.0))
+
+    def add(i: Value | int, count: int) -> None:
+        value = term(i, count)
+        if isinstance(value, tuple):
+            x, y = (e.b.fpext(v, F64) for v in value)
+            total.set(e.fma(x, y, total.get()))
+        else:
+            total.set(e.b.fadd(total.get(), e.b.fpext(value, F64)))
+
+    for_chunks(e, n, add)
+    return e.reduce(total.get(), "add")
 
 
 def rms_scale(e: Emitter, x: Value, n: int, eps: float) -> Value:

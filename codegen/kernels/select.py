@@ -58,7 +58,7 @@ class GetRowsPlain:
             if a.nb[0] == 1 and out.nb[0] == 1:
                 for_vectors(e, a.ne[0], move)
             else:
-                with e.for_range(0, e.dim(a.ne[0])) as i:
+                with e.for_lanes(e.dim(a.ne[0])) as i:
                     move(i, 1, None)
 
         for_rows(e, out.ne[1:], out.ne[0], row)

@@ -107,10 +107,11 @@ class SumRows:
         def row(index: list[Value]) -> None:
             source = row_pointer(e, e.arg_ptr(0), a, index, a.ne)
             sums.set(e.const(wide, 0.0))
-            if a.nb[0] == 1:
+            if a.nb[0] == 1 or e.spmd:
 
                 def add(i: Value, n: int, mask: Value | None) -> None:
-                    sums.set(b.fadd(sums.get(), b.fpext(load_values(e, a, e.at(source, i, a.size), n, mask), wide)))
+                    at = i if a.nb[0] == 1 else b.mul(i, e.dim(a.nb[0]))
+                    sums.set(b.fadd(sums.get(), b.fpext(load_values(e, a, e.at(source, at, a.size), n, mask), wide)))
 
                 for_vectors(e, a.ne[0], add)
             else:
@@ -120,7 +121,8 @@ class SumRows:
                     old = b.extract_element(sums.get(), lane)
                     sums.set(b.insert_element(sums.get(), b.fadd(old, v), lane))
             total = b.fptrunc(e.reduce(sums.get(), "add"), F32)
-            store_values(e, self.out, total, row_pointer(e, e.arg_ptr(1), self.out, index, (1, *a.ne[1:])))
+            with e.one_lane():
+                store_values(e, self.out, total, row_pointer(e, e.arg_ptr(1), self.out, index, (1, *a.ne[1:])))
 
         for_rows(e, a.ne[1:], a.ne[0], row)
         e.ret()

@@ -90,7 +90,7 @@ def for_rows(e: Emitter, ne: Sequence[IntDim], values_per_row: IntDim, body: Cal
         rows = rows * n
     per_tile = e.dim(row_grid(rows, values_per_row).rows_per_tile)
     first = b.mul(e.tile, per_tile)
-    with e.for_range(first, e.imin(b.add(first, per_tile), e.dim(rows)), name="row") as row:
+    with e.for_groups(first, e.imin(b.add(first, per_tile), e.dim(rows))) as row:
         index: list[Value] = []
         rest = row
         outer = max((i for i, n in enumerate(ne) if n != 1), default=-1)
@@ -138,6 +138,10 @@ def for_vectors(e: Emitter, n: IntDim, body: Callable[[Value, int, Value | None]
     """``body(index, lanes, mask)`` over 0..n-1 in vectors; a last partial vector comes with a mask."""
     b, lanes = e.b, e.target.lanes
     total = e.dim(n)
+    if e.spmd:
+        with e.for_lanes(total) as i:
+            body(i, 1, None)
+        return
     whole = b.and_(total, e.i64(-lanes))
     with e.for_range(0, whole, lanes) as i:
         body(i, lanes, None)

@@ -96,7 +96,9 @@ class StridedMatMul:
                         acc.set(e.fma(left, load_values(e, y, e.at(b_base, k, y.size), width, mask), acc.get()))
 
                     for_vectors(e, x.ne[0], along_k)
-                    put(n, e.reduce(acc.get(), "add"))
+                    total = e.reduce(acc.get(), "add")
+                    with e.one_lane():
+                        put(n, total)
             elif x.nb[1] == 1 and out.nb[0] == 1:
 
                 def along_n(n: Value, width: int, mask: Value | None) -> None:
@@ -107,7 +109,7 @@ class StridedMatMul:
 
                 for_vectors(e, x.ne[1], along_n)
             else:
-                with e.for_range(0, e.dim(x.ne[1]), name="n") as n:
+                with e.for_lanes(e.dim(x.ne[1])) as n:
                     total = e.var(F32, e.f32(0.0))
                     with e.for_range(0, depth, name="k") as k:
                         total.set(e.fma(b_value(k), load_values(e, x, a_at(k, n), 1), total.get()))

@@ -15,6 +15,8 @@ E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def lookup16(e: Emitter, quads: list[Value], table: Sequence[int]) -> list[Value]:
     """Replace every byte 0..15 of the quads by ``table[byte]`` (unsigned bytes)."""
+    if e.spmd:
+        return [e.lookup16(q, table) for q in quads]
     lanes = e.target.lanes
     name = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}.get(lanes) if "avx2" in e.target.features else None
     if name is None:

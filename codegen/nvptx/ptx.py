@@ -1,0 +1,69 @@
+"""LLVM modules to PTX text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from ggufc.codegen.errors import CodegenError
+
+from .target import TRIPLE, PtxTarget
+
+DATA_LAYOUT = "e-p6:32:32-i64:64-i128:128-i256:256-v16:16-v32:32-n16:32:64"
+
+
+@lru_cache(maxsize=1)
+def _initialise() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def new_module(name: str) -> ir.Module:
+    module = ir.Module(name)
+    module.triple = TRIPLE
+    module.data_layout = DATA_LAYOUT
+    return module
+
+
+def target_machine(target: PtxTarget) -> Any:
+    _initialise()
+    return llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=target.sm, features=target.feature_string(), opt=3)
+
+
+def optimise(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> Any:
+    """Parse, verify and optimise; ``blocks`` are the threads per block of each kernel, which bound its registers."""
+    _initialise()
+    text = _with_attributes(str(module), blocks)
+    try:
+        parsed = llvm.parse_assembly(text)
+        parsed.verify()
+    except RuntimeError as error:
+        raise CodegenError(f"internal: kernel {module.name!r} is not valid LLVM IR: {error}") from error
+    machine = target_machine(target)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(parsed, builder)
+    return parsed
+
+
+def _with_attributes(text: str, blocks: dict[str, int]) -> str:
+    """Attach what llvmlite cannot express: the launch bound of every kernel."""
+    lines, groups = [], []
+    for line in text.splitlines():
+        if line.startswith("define "):
+            name = line.split("@", 1)[1].split("(", 1)[0].strip('"')
+            if name in blocks:
+                groups.append(f'attributes #{len(groups) + 1} = {{ nounwind "nvvm.maxntid"="{blocks[name]},1,1" }}')
+                line += f" #{len(groups)}"
+        lines.append(line)
+    return "\n".join([*lines, *groups])
+
+
+def to_text(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> str:
+    """PTX of a module."""
+    return target_machine(target).emit_assembly(optimise(target, module, blocks))

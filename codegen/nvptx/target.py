@@ -1,0 +1,49 @@
+"""NVIDIA targets: what the shared emitter asks about a GPU.
+
+A thread holds single values: ``lanes`` is 1, and what is a vector lane on a CPU is a thread here (``Emitter.spmd``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ggufc.codegen.errors import CodegenError
+
+TRIPLE = "nvptx64-nvidia-cuda"
+
+PTX_VERSIONS = {"sm_80": 70, "sm_86": 71, "sm_89": 78, "sm_90": 78, "sm_100": 86}
+"""Architecture -> the PTX version its code is written in: the oldest that knows it, so that old drivers can load the code."""
+
+
+@dataclass(frozen=True)
+class PtxTarget:
+    """A GPU architecture, with the properties kernels know from CPU targets."""
+
+    sm: str
+
+    triple = TRIPLE
+    lanes = 1
+    has_fma = True
+    has_f16c = True
+    vnni = ""
+    features: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> str:
+        return f"cuda:{self.sm}"
+
+    @property
+    def ptx_version(self) -> int:
+        """80 for PTX 8.0."""
+        return PTX_VERSIONS[self.sm]
+
+    def feature_string(self) -> str:
+        return f"+ptx{self.ptx_version}"
+
+
+def resolve(text: str) -> PtxTarget:
+    """Target from ``sm_90`` or ``cuda:sm_90``; CodegenError lists the known architectures."""
+    sm = text.strip().removeprefix("cuda:")
+    if sm not in PTX_VERSIONS:
+        raise CodegenError(f"--target {text!r}: unknown GPU architecture; use one of {', '.join('cuda:' + name for name in PTX_VERSIONS)}")
+    return PtxTarget(sm)
