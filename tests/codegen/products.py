@@ -7,17 +7,18 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from harness import Loaded, run, runnable_targets
+
 from ggufc.codegen.cpu import image, objectcode
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
 from ggufc.codegen.weights import known_formats, q8_record, weight_format
+from ggufc.codegen.weights.generic import Codes
 from ggufc.formats.activations import round_activations, round_q8_2, round_q8_k
 from ggufc.formats.ggml_types import row_bytes, type_by_name
 from ggufc.formats.quants import codes
-
-from harness import Loaded, run, runnable_targets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "formats"))
 from quant_golden import quant_cases
@@ -29,6 +30,19 @@ FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "f16")
 
 CASES = [(t, NATIVE) for t in known_formats()] + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
 CASE_IDS = [f"{t}-{level.level}" for t, level in CASES]
+
+
+@cache
+def kernel_name(name: str) -> str:
+    """The type whose kernel serves ``name``: types without a layout of their own differ in their data only, so their tests share code."""
+
+    def signature(t: str) -> tuple[str, int, bool]:
+        fmt = weight_format(t)
+        return fmt.mode, fmt.group, fmt.has_min
+
+    if not isinstance(weight_format(name), Codes):
+        return name
+    return next(t for t in BLOCK_TYPES if isinstance(weight_format(t), Codes) and signature(t) == signature(name))
 
 
 def weight_rows(name: str, k: int, n: int, seed: int = 0) -> np.ndarray:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ggufc.codegen.kernels.get_rows import GetRows
-
 from harness import run
-from products import CASE_IDS, CASES, loaded, packed, weight_rows, weight_values
+from products import CASE_IDS, CASES, kernel_name, loaded, packed, weight_rows, weight_values
+
+from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.formats.quants import codes
 
 
 def values(name: str, raw: np.ndarray, k: int) -> np.ndarray:
     """f32 as the dequantiser rounds: the product, then the sum with the minimum."""
-    from ggufc.formats.quants import codes
-
     if name in ("f32", "f16", "bf16"):
         return weight_values(name, raw, k).astype(np.float32)
     code, scale, low, g = codes(name, raw, k)
@@ -27,6 +26,6 @@ def test_rows_equal_the_dequantiser(name, target):
     raw = weight_rows(name, k, n)
     ids = np.array([36, 0, 15, 16, 5, 31, 32, 5], np.int32)
     out = np.full((len(ids), k), np.nan, np.float32)
-    spec = GetRows(name, k)
+    spec = GetRows(kernel_name(name), k)
     out = run(spec, target, [packed(name, raw, k), ids, out], len(ids), loaded=loaded(spec, target), T=len(ids))[2]
-    assert out.tobytes() == (values(name, raw, k)[ids] + np.float32(0)).tobytes() or (out == values(name, raw, k)[ids]).all()
+    assert (out == values(name, raw, k)[ids]).all()

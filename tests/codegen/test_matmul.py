@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness import run, runnable_targets
-from products import CASE_IDS, CASES, NATIVE, loaded, multiply, packed, product, records, weight_rows
+from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
 from quant_golden import quant_cases
 
 from ggufc.codegen.cpu import objectcode
@@ -35,7 +35,7 @@ def test_product_is_right_and_does_not_depend_on_the_batch(name, target):
     k, n = GOLDEN_K, 40
     raw = weight_rows(name, k, n)
     x = activations(MANY, k)
-    spec = MatMul(name, k, n, "none", False, "T")
+    spec = MatMul(kernel_name(name), k, n, "none", False, "T")
     w = packed(name, raw, k)
     y = multiply(spec, target, w, x)
     want = product(name, raw, k, x)
@@ -52,7 +52,7 @@ def test_product_equals_the_golden_engine(name):
     n, k = case.deq.shape
     assert k == GOLDEN_K and n <= 40
     raw = np.resize(case.raw, (40, case.raw.shape[1]))  # rows repeat: the kernel of the test above serves
-    y = multiply(MatMul(name, k, 40, "none", False, "T"), NATIVE, packed(name, raw, k), case.x)[:, :n]
+    y = multiply(MatMul(kernel_name(name), k, 40, "none", False, "T"), NATIVE, packed(name, raw, k), case.x)[:, :n]
     # The golden rounds BF16's activations too, which ours keep in f32; IQ6_K's products here and there round its cubic to integers,
     # the golden reference does not.
     want = case.ref if name == "bf16" else case.ref_rounded
