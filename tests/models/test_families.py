@@ -126,7 +126,7 @@ VALUES = st.one_of(
 ANY_KEY = sorted({key.split(".", 1)[1] for name in FAMILIES for key in family_metadata(name) if not key.startswith(("gen", "tok"))})
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.data())
 def test_any_metadata_builds_or_is_refused(name: str, data: st.DataObject) -> None:
     """Whatever a file says, the answer is a graph within its budget or a ``ModelError``, never another exception."""
