@@ -42,7 +42,7 @@ def write_artifact(
         writer.add(fmt.GRAPH_KEY + name, graph)
     code = np.frombuffer(image.code, np.uint8)
     writer.add(fmt.DIGEST_KEY + "manifest", hashlib.sha256(text.encode()).hexdigest())
-    writer.add(fmt.DIGEST_KEY + "image", hashlib.sha256(code).hexdigest())
+    writer.add(fmt.DIGEST_KEY + "image", hashlib.sha256(image.code).hexdigest())
     writer.add_tensor(f"{fmt.IMAGE_TENSOR}.{manifest.target.split('-')[0]}", (code.size,), "i8", code)
     done = 0
     total = sum(stored_bytes(w) for _, w in weights)

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,9 @@ from ggufc.codegen.options import CompileOptions, CompileReport
 from ggufc.formats.errors import GgufcError
 
 
-def compile_here(source: Path, output: Path, options: CompileOptions, progress=None) -> CompileReport:  # type: ignore[no-untyped-def]
+def compile_here(
+    source: Path, output: Path, options: CompileOptions, progress: Callable[[str, int, int], None] | None = None
+) -> CompileReport:
     """Compile in this process; ``progress(phase, done, total)``."""
     from ggufc.codegen import frontend
     from ggufc.codegen.artifact_writer import write_artifact
@@ -51,8 +54,16 @@ def compile_here(source: Path, output: Path, options: CompileOptions, progress=N
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     helpers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return CompileReport(
-        str(output), clock() - started, source_bytes, output.stat().st_size, len(kernels), sum(len(c.schedule.steps) for c in compilations),
-        len(image.code), target.level, 1024 * (own + jobs * helpers), phases,
+        str(output),
+        clock() - started,
+        source_bytes,
+        output.stat().st_size,
+        len(kernels),
+        sum(len(c.schedule.steps) for c in compilations),
+        len(image.code),
+        target.level,
+        1024 * (own + jobs * helpers),
+        phases,
     )
 
 

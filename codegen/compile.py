@@ -1,6 +1,7 @@
 """Compiling a model file to an artifact, in a child process.
 
-LLVM never returns all the memory it used and may fail hard, so the caller's process stays out of it: ``compile_file`` starts ``python -m ggufc.codegen.child``,
+LLVM never returns all the memory it used and may fail hard, so the caller's process stays out of it: ``compile_file`` starts ``python -m
+ggufc.codegen.child``,
 forwards its progress and turns its errors into exceptions.
 """
 
@@ -10,13 +11,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.options import CompileOptions, CompileReport
+
+if TYPE_CHECKING:
+    from ggufc.ir.graph import Graph
 
 Progress = Callable[[str, int, int], None]
 
@@ -32,7 +35,12 @@ def compile_file(
     """
     request = {"source": os.fspath(source), "output": os.fspath(output), "options": msgspec.to_builtins(options or CompileOptions())}
     child = subprocess.Popen(
-        [sys.executable, "-m", "ggufc.codegen.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.getcwd()
+        [sys.executable, "-m", "ggufc.codegen.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=os.getcwd(),
     )
     report = None
     failure = None
@@ -67,7 +75,7 @@ def compile_file(
     return report
 
 
-def stages(source: str | os.PathLike[str], options: CompileOptions, program: str = "eval"):  # type: ignore[no-untyped-def]
+def stages(source: str | os.PathLike[str], options: CompileOptions, program: str = "eval") -> Iterator[tuple[str, Graph]]:
     """(stage name, graph) for every stage up to ``final``."""
     from ggufc.codegen import frontend
 

@@ -1,6 +1,7 @@
 """A thin emitter over llvmlite's builder: what kernels need, on every CPU level.
 
-Values are llvmlite values. Scalars are ``i64``/``i32``/``f32``; vectors carry ``n`` lanes. Control flow is structured (``for_range``, ``if_``); loop-carried
+Values are llvmlite values. Scalars are ``i64``/``i32``/``f32``; vectors carry ``n`` lanes. Control flow is structured (``for_range``,
+``if_``); loop-carried
 values live in ``Var`` cells, which LLVM turns into registers.
 """
 
@@ -421,7 +422,8 @@ class Emitter:
     def dot4(self, acc: Value, u: Value, s: Value, u_max: int = 255) -> Value:
         """Per i32 lane: ``acc + sum of 4 products`` of unsigned bytes ``u`` and signed bytes ``s``, exact.
 
-        ``acc``: <n x i32>; ``u``, ``s``: <n x i32> whose bytes are the factors. ``u_max`` bounds the unsigned bytes: up to 127 the AVX2 form
+        ``acc``: <n x i32>; ``u``, ``s``: <n x i32> whose bytes are the factors. ``u_max`` bounds the unsigned bytes: up to 127 the AVX2
+        form
         cannot saturate in its 16-bit sums (2 * 127 * 128 < 32768) and is used as it is.
         """
         n = acc.type.count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ def program_names(model: Model, options: CompileOptions) -> list[str]:
     return names
 
 
-def run_passes(graph: Graph, options: CompileOptions, on_pass=None) -> list[PassRecord]:  # type: ignore[no-untyped-def]
+def run_passes(graph: Graph, options: CompileOptions, on_pass: Callable[[str, Graph], None] | None = None) -> list[PassRecord]:
     """Apply the pipeline of ``options`` to ``graph`` in place."""
     manager = PassManager.parse(options.pipeline if options.pipeline is not None else DEFAULT_PIPELINE)
     return manager.run(graph, print_after=on_pass or ())

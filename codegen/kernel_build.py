@@ -6,24 +6,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from llvmlite import ir
+
 from ggufc.codegen.cpu import driver, image, objectcode
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
-from ggufc.codegen.kernels.base import KernelSpec, symbol
+from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.formats.artifact import Kernel
-from ggufc.codegen.kernels.base import signature
 
 Progress = Callable[[int, int], None]
 
 
-def kernel_module(spec: KernelSpec, target: Target):  # type: ignore[no-untyped-def]
+def kernel_module(spec: KernelSpec, target: Target) -> ir.Module:
     """LLVM module holding one kernel."""
     module = objectcode.new_module(target, symbol(spec))
     spec.emit(Emitter(module, target, symbol(spec)))
     return module
 
 
-def driver_module(target: Target):  # type: ignore[no-untyped-def]
+def driver_module(target: Target) -> ir.Module:
     module = objectcode.new_module(target, "driver")
     driver.emit_driver(module, target)
     return module
@@ -34,7 +35,9 @@ def kernel_object(spec: KernelSpec | None, target: Target) -> bytes:
     return objectcode.emit_object(target, driver_module(target) if spec is None else kernel_module(spec, target))
 
 
-def build_image(specs: Sequence[KernelSpec], target: Target, jobs: int, progress: Progress | None = None) -> tuple[image.Image, list[Kernel]]:
+def build_image(
+    specs: Sequence[KernelSpec], target: Target, jobs: int, progress: Progress | None = None
+) -> tuple[image.Image, list[Kernel]]:
     """Compile and link ``specs`` (with the driver functions); kernels keep the order of ``specs``."""
     work: list[KernelSpec | None] = [None, *specs]
     objects: list[bytes] = []

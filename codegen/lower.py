@@ -1,6 +1,7 @@
 """The final graph to launches.
 
-Nodes are visited in order. A *fusion* claims several nodes and is emitted where its last node stands, so everything it reads exists by then: products take their
+Nodes are visited in order. A *fusion* claims several nodes and is emitted where its last node stands, so everything it reads exists by
+then: products take their
 bias, residual or gated activation along, normalisation and rounding become one launch, rotation stores straight into the cache.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul, quantize, rope, rowwise
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
-from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, form, integer, rows_grid
+from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, fixed, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.artifact import Affine, Input
@@ -76,8 +77,14 @@ class Lowering:
 
     def _only_rounded(self, norm: Node) -> bool:
         users = self.users[norm]
-        return bool(users) and norm not in self.output_of and norm.type.rank == 2 and all(
-            u.op.name == "mul_mat" and u in self.claimed and u.operands[1] is norm and activation_mode(u.operands[0].dtype) != "f32" for u in users
+        return (
+            bool(users)
+            and norm not in self.output_of
+            and norm.type.rank == 2
+            and all(
+                u.op.name == "mul_mat" and u in self.claimed and u.operands[1] is norm and activation_mode(u.operands[0].dtype) != "f32"
+                for u in users
+            )
         )
 
     def single_user(self, node: Node) -> Node | None:
@@ -114,7 +121,7 @@ class Lowering:
         if not where.row_contiguous or isinstance(where.nb[1] if len(where.nb) > 1 else 0, Dim):
             raise CodegenError(f"node {node.name!r}: rows are not contiguous")
         count = product(where.ne[1:]) if len(where.ne) > 1 else 1
-        return at, int(where.nb[1]) if len(where.nb) > 1 else int(where.ne[0]), count
+        return at, fixed(where.nb[1]) if len(where.nb) > 1 else fixed(where.ne[0]), count
 
     def result(self, node: Node) -> Ref:
         """Fresh storage for the result of ``node``: the output buffer if it is an output."""
@@ -134,13 +141,13 @@ class Lowering:
         """Rows of ``x`` as q8 records; computed once per (rows, mode), normalisation included where ``x`` is only ever rounded."""
         key_node = layout(x).root
         where = layout(x)
-        key = (key_node, int(where.offset), mode)
+        key = (key_node, fixed(where.offset), mode)
         if key in self.rounded:
             return self.rounded[key]
         norm = key_node.op.name == "rms_norm_mul" and key_node in self.claimed and key_node not in self.storage
         source = key_node.operands[0] if norm else x
         at, ld, count = self.rows(source)
-        k = int(x.ne[0])
+        k = fixed(x.ne[0])
         stride = q8_record(k).stride
         out = self.schedule.new_value(form(count, stride), f"{x.name} (q8)")
         weight = Ref("weight", self.weights.request(key_node.operands[1], "plain").name) if norm else NULL
@@ -171,31 +178,57 @@ class Lowering:
 
     def _embedding(self, node: Node) -> None:
         table, ids = node.operands
-        k = int(table.ne[0])
+        k = fixed(table.ne[0])
         weight = self.weights.request(table, "packed")
         at, _ = self.ref(ids)
         sym, mult = rows_grid(node.ne[1:])
         out = self.result(node)
-        self.emit(Step(get_rows.GetRows(table.dtype, k), (Ref("weight", weight.name), at, out), (2,), node.name, sym, 1, mult, bytes=form(product(node.ne[1:]), 4 * k)))
+        self.emit(
+            Step(
+                get_rows.GetRows(table.dtype, k),
+                (Ref("weight", weight.name), at, out),
+                (2,),
+                node.name,
+                sym,
+                1,
+                mult,
+                bytes=form(product(node.ne[1:]), 4 * k),
+            )
+        )
 
     def _flash_attn(self, node: Node) -> None:
         q, k, v, cells, vis = node.operands
         a = node.attrs
         at, where = self.ref(q)
-        d, heads = int(where.ne[0]), int(where.ne[1])
+        d, heads = fixed(where.ne[0]), fixed(where.ne[1])
         if where.nb[0] != 1 or where.nb[1] != d:
             raise CodegenError(f"node {node.name!r}: query heads are not contiguous")
-        dv = int(node.ne[0])
+        dv = fixed(node.ne[0])
         groups = int(a["n_head_kv"])
         spec = attention_cpu.FlashAttn(d, dv, heads, groups, k.dtype, v.dtype, float(a["scale"]), float(a["softcap"]))
         (sym, mult) = rows_grid([node.ne[2]])
         out = self.result(node)
-        args = (at, integer(int(where.nb[2])), self.root_ref(k), self.root_ref(v), self.ref(cells)[0], self.ref(vis)[0], out, integer(dv * heads))
+        args = (
+            at,
+            integer(fixed(where.nb[2])),
+            self.root_ref(k),
+            self.root_ref(v),
+            self.ref(cells)[0],
+            self.ref(vis)[0],
+            out,
+            integer(dv * heads),
+        )
         if mult != 1:
             raise CodegenError(f"internal: node {node.name!r} has a fixed token count")
         self.emit(
             Step(
-                spec, args, (6,), node.name, sym, attention_cpu.TOKEN_BLOCK, groups,
+                spec,
+                args,
+                (6,),
+                node.name,
+                sym,
+                attention_cpu.TOKEN_BLOCK,
+                groups,
                 bytes={"R": row_bytes(k.dtype, groups * d) + row_bytes(v.dtype, groups * dv)},
             )
         )
@@ -205,8 +238,15 @@ class Lowering:
         factors = node.operands[1] if len(node.operands) > 1 else None
         a = node.attrs
         spec = rope.RopeTable(
-            int(a["n_dims"]), float(a["base"]), float(a["freq_scale"]), float(a["ext_factor"]), float(a["attn_factor"]),
-            float(a["beta_fast"]), float(a["beta_slow"]), int(a["n_ctx_orig"]), factors is not None,
+            int(a["n_dims"]),
+            float(a["base"]),
+            float(a["freq_scale"]),
+            float(a["ext_factor"]),
+            float(a["attn_factor"]),
+            float(a["beta_fast"]),
+            float(a["beta_slow"]),
+            int(a["n_ctx_orig"]),
+            factors is not None,
         )
         ff = Ref("weight", self.weights.request(factors, "plain").name) if factors is not None else NULL
         sym, mult = rows_grid(node.ne[1:])
@@ -216,7 +256,7 @@ class Lowering:
     def _set_rows(self, node: Node) -> None:
         target, source, slots = node.operands
         at, ld, count = self.rows(source)
-        spec = cache.StoreRows(int(target.ne[0]), target.dtype)
+        spec = cache.StoreRows(fixed(target.ne[0]), target.dtype)
         sym, mult = rows_grid([count])
         self.emit(Step(spec, (at, integer(ld), self.root_ref(target), self.ref(slots)[0]), (2,), node.name, sym, 1, mult))
 
@@ -225,8 +265,8 @@ class Lowering:
         if experts.op.name != "weight":
             lower_generic(self, node)
             return
-        k, n, n_expert = (int(d) for d in experts.ne)
-        used = int(node.ne[1])
+        k, n, n_expert = (fixed(d) for d in experts.ne)
+        used = fixed(node.ne[1])
         mode = activation_mode(experts.dtype)
         broadcast = x.type.ne4[1] == 1
         if mode == "f32":
@@ -263,7 +303,7 @@ class Product(Fusion):
 
     def emit(self, low: Lowering) -> None:
         w, x = self.product.operands
-        k, n = int(w.ne[0]), int(w.ne[1])
+        k, n = fixed(w.ne[0]), fixed(w.ne[1])
         mode = activation_mode(w.dtype)
         if mode == "f32":
             at, ldx, count = low.rows(x)
@@ -289,8 +329,15 @@ class Product(Fusion):
         weight_bytes: Affine = {"": n * row_bytes(w.dtype, k)}
         low.emit(
             Step(
-                spec, args, (2,), self.product.name, "", 1, matmul.grid(spec),
-                bytes=add_forms(weight_bytes, form(count, 4 * ldy)), flops=form(count, 2 * k * n),
+                spec,
+                args,
+                (2,),
+                self.product.name,
+                "",
+                1,
+                matmul.grid(spec),
+                bytes=add_forms(weight_bytes, form(count, 4 * ldy)),
+                flops=form(count, 2 * k * n),
                 inplace=(2, 5) if self.residual is not None and _whole(self.residual) else None,
             )
         )
@@ -324,7 +371,7 @@ def _match_glu(low: Lowering, node: Node) -> Product | None:
     """gate and up in one product whose two row halves meet in one ``glu``."""
     w = node.operands[0]
     users = low.users[node]
-    n = int(w.ne[1])
+    n = fixed(w.ne[1])
     if len(users) != 2 or n % 32 or node in low.output_of or not low.weights.two_sources(w):
         return None
     glus = {u for view in users for u in low.users[view]}
@@ -369,7 +416,7 @@ def emit_norm(low: Lowering, norm: Node, anchor: Node, residual: Node | None) ->
     """RMS norm of rows with weight, and a residual where given."""
     x, w = norm.operands
     at, ldx, count = low.rows(x)
-    ne0 = int(norm.ne[0])
+    ne0 = fixed(norm.ne[0])
     res, ldr, _ = low.rows(residual) if residual is not None else (NULL, 0, 0)
     out = low.result(anchor)
     spec = rowwise.RmsNorm(ne0, float(norm.attrs["eps"]), True, residual is not None)
@@ -395,7 +442,7 @@ class Rotation(Fusion):
     def emit(self, low: Lowering) -> None:
         x = self.norm.operands[0] if self.norm is not None else self.rope.operands[0]
         at, where = low.ref(x)
-        d, heads = int(where.ne[0]), int(where.ne[1])
+        d, heads = fixed(where.ne[0]), fixed(where.ne[1])
         a = self.rope.attrs
         to = self.store.operands[0].dtype if self.store is not None else "f32"
         eps = float(self.norm.attrs["eps"]) if self.norm is not None else 0.0
@@ -407,7 +454,7 @@ class Rotation(Fusion):
         else:
             out, slots = low.result(self.rope), NULL
         sym, mult = rows_grid([where.ne[2]])
-        args = (at, integer(int(where.nb[2])), table, weight, out, integer(d * heads), slots)
+        args = (at, integer(fixed(where.nb[2])), table, weight, out, integer(d * heads), slots)
         inplace = (4, 0) if self.store is None and _whole(x) else None
         low.emit(Step(spec, args, (4,), self.rope.name, sym, 1, mult, bytes=form(where.ne[2], 8 * d * heads), inplace=inplace))
 

@@ -1,6 +1,7 @@
 """Operators without a fusion of their own, one kernel each.
 
-A node's operands become strided tensors: a view costs nothing. Static offsets go into the argument's address so that equal shapes share a kernel.
+A node's operands become strided tensors: a view costs nothing. Static offsets go into the argument's address so that equal shapes share a
+kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
 from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
-from ggufc.codegen.schedule import NULL, Ref, Step, form, integer, rows_grid
+from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import Dim, product
@@ -52,7 +53,9 @@ def strided(low: Lowering, node: Node, dims: int | None = None) -> tuple[Ref, St
     return base.at(where.offset * size), Strided(dtype, where.ne, where.nb)
 
 
-def _launch(low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, ...], node: Node, inplace: tuple[int, int] | None = None) -> None:
+def _launch(
+    low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, ...], node: Node, inplace: tuple[int, int] | None = None
+) -> None:
     grid: Grid = spec.grid()
     moved = form(node.type.numel, 8)
     low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=moved, inplace=inplace))
@@ -61,7 +64,13 @@ def _launch(low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, 
 def _same_storage(node: Node, operand: Node) -> bool:
     """Whether a pointwise result may overwrite the operand."""
     where = layout(operand)
-    return operand.type.ne == node.type.ne and where.contiguous and where.offset == 0 and where.ne == where.root.type.ne and operand.dtype == "f32"
+    return (
+        operand.type.ne == node.type.ne
+        and where.contiguous
+        and where.offset == 0
+        and where.ne == where.root.type.ne
+        and operand.dtype == "f32"
+    )
 
 
 def _pointwise(expression: Callable[[Node], Any]) -> Emit:
@@ -132,7 +141,7 @@ def _kq_mask(low: Lowering, node: Node) -> None:
 def _norm_rows(low: Lowering, node: Node) -> None:
     x = node.operands[0]
     where = layout(x)
-    ne0 = int(where.ne[0])
+    ne0 = fixed(where.ne[0])
     if not where.contiguous:
         at = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)")
         source_at, source = strided(low, x)
@@ -161,8 +170,15 @@ def _rope(low: Lowering, node: Node) -> None:
     n_dims = int(a["n_dims"])
     table = low.schedule.new_value(form(pos.type.numel, 4 * n_dims), f"{node.name} (table)")
     spec = rope.RopeTable(
-        n_dims, float(a["base"]), float(a["freq_scale"]), float(a["ext_factor"]), float(a["attn_factor"]),
-        float(a["beta_fast"]), float(a["beta_slow"]), int(a["n_ctx_orig"]), factors is not None,
+        n_dims,
+        float(a["base"]),
+        float(a["freq_scale"]),
+        float(a["ext_factor"]),
+        float(a["attn_factor"]),
+        float(a["beta_fast"]),
+        float(a["beta_slow"]),
+        int(a["n_ctx_orig"]),
+        factors is not None,
     )
     ff = Ref("weight", low.weights.request(factors, "plain").name) if factors is not None else NULL
     sym, mult = rows_grid([pos.type.numel])
@@ -177,7 +193,7 @@ def _rope_apply(low: Lowering, node: Node) -> None:
 def rotate(low: Lowering, node: Node, x: Node, table: Ref) -> None:
     """Rotation of any strided [D, H, T]: made contiguous first where heads do not follow each other."""
     where = layout(x)
-    d, heads = int(where.ne[0]), int(where.ne[1]) if len(where.ne) > 1 else 1
+    d, heads = fixed(where.ne[0]), fixed(where.ne[1]) if len(where.ne) > 1 else 1
     if where.nb[0] == 1 and (heads == 1 or where.nb[1] == d) and len(where.nb) == 3 and isinstance(where.nb[2], int):
         at, ldx = low.ref(x)[0], where.nb[2]
     else:
@@ -186,7 +202,7 @@ def rotate(low: Lowering, node: Node, x: Node, table: Ref) -> None:
         _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, at), (1,), x)
     spec = rope.RopeApply(d, heads, int(node.attrs["n_dims"]), node.attrs["mode"])
     sym, mult = rows_grid([where.ne[2]])
-    args = (at, integer(int(ldx)), table, NULL, low.result(node), integer(d * heads), NULL)
+    args = (at, integer(fixed(ldx)), table, NULL, low.result(node), integer(d * heads), NULL)
     low.emit(Step(spec, args, (4,), node.name, sym, 1, mult))
 
 
@@ -203,8 +219,8 @@ def _mul_mat(low: Lowering, node: Node) -> None:
 def _mul_mat_packed(low: Lowering, node: Node) -> None:
     """Products of a quantised weight with activations that are no plain matrix: made contiguous, then one launch per matrix of a stack."""
     w, x = node.operands
-    k, n = int(w.ne[0]), int(w.ne[1])
-    slabs = int(w.type.ne4[2])
+    k, n = fixed(w.ne[0]), fixed(w.ne[1])
+    slabs = fixed(w.type.ne4[2])
     if w.type.ne4[3] != 1 or x.type.ne4[3] != 1 or (slabs > 1 and x.type.ne4[2] != slabs):
         raise CodegenError(f"node {node.name!r}: a product of the {w.dtype} weight {w.type} with {x.type} has no kernel")
     source_at, source = strided(low, x)
@@ -227,7 +243,7 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     low.emit(Step(quantize.Quantize(k, mode, False, 0.0), (flat, integer(k), NULL, rounded), (3,), x.name + ".q8", all_sym, 1, all_mult))
     spec = matmul.MatMul(w.dtype, k, n, "none", False, sym or str(mult))
     for s in range(slabs):
-        offset = s * (int(rows) if slabs > 1 else 0)
+        offset = s * (fixed(rows) if slabs > 1 else 0)
         args = (weight, rounded.at(offset * record), out.at(4 * n * offset), integer(0), integer(n), NULL, integer(0), NULL)
         low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 

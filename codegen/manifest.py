@@ -37,7 +37,11 @@ def make_manifest(
         observed = c.graph.analysis.get("observations", {})
         programs.append(
             c.schedule.finish(
-                index, nodes=len(c.graph.nodes), node_budget=int(c.graph.analysis.get("node-estimate", 0)), reuse_key=sorted(observed.items()), fusions=counts
+                index,
+                nodes=len(c.graph.nodes),
+                node_budget=int(c.graph.analysis.get("node-estimate", 0)),
+                reuse_key=sorted(observed.items()),
+                fusions=counts,
             )
         )
     caches = []

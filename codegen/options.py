@@ -8,8 +8,10 @@ import msgspec
 class CompileOptions(msgspec.Struct, frozen=True):
     """What may differ between two artifacts of one model.
 
-    ``target``: ``native``, a feature level or a feature list. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline text, None for the default.
-    ``jobs``: processes that generate code, None for as many as there are cores (at most 2). ``builder``: options of the model's builder (``models.step.OPTIONS``), such as
+    ``target``: ``native``, a feature level or a feature list. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline
+    text, None for the default.
+    ``jobs``: processes that generate code, None for as many as there are cores (at most 2). ``builder``: options of the model's builder
+    (``models.step.OPTIONS``), such as
     ``{"mla": 0}``.
     """
 

@@ -1,12 +1,13 @@
 """The schedule: launches over values, before they have addresses.
 
-``lower`` produces a ``Schedule``; ``finish`` assigns slots, finds the launches each one must wait for and yields the manifest's ``Program``. The schedule prints as
+``lower`` produces a ``Schedule``; ``finish`` assigns slots, finds the launches each one must wait for and yields the manifest's
+``Program``. The schedule prints as
 text (``ggufc dump --stage schedule``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
@@ -48,7 +49,8 @@ def integer(v: int) -> Ref:
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: ``spec`` over ``mult * ceil(sym / div)`` tiles. ``writes`` are the arguments (by index) it writes; all others are read."""
+    """One launch: ``spec`` over ``mult * ceil(sym / div)`` tiles. ``writes`` are the arguments (by index) it writes; all others are
+    read."""
 
     spec: KernelSpec
     args: tuple[Ref, ...]
@@ -99,10 +101,11 @@ class Schedule:
             lines.append(f"  {i:4d}  {step.node or '-'}: {signature(step.spec)}\n        grid {grid}{barrier}\n        {names}")
         return "\n".join(lines) + "\n"
 
-    def _waits(self, resource) -> list[int]:  # type: ignore[no-untyped-def]
+    def _waits(self, resource: Callable[[Ref], object]) -> list[int]:
         """Per launch the first launch it must wait for (its own index: none).
 
-        A wait completes *all* launches before it, so only launches since the last wait can conflict: read after write, write after read, write after write.
+        A wait completes *all* launches before it, so only launches since the last wait can conflict: read after write, write after read,
+        write after write.
         """
         waits: list[int] = []
         since = 0
@@ -138,19 +141,31 @@ class Schedule:
 
         launches, fixups = [], []
         for i, (step, wait) in enumerate(zip(self.steps, self._waits(physical))):
-            args = [Arg("slot", "", slot_of[a.value], a.offset) if a.kind == "value" else Arg(a.kind, a.name, a.value, a.offset) for a in step.args]
+            args = [
+                Arg("slot", "", slot_of[a.value], a.offset) if a.kind == "value" else Arg(a.kind, a.name, a.value, a.offset)
+                for a in step.args
+            ]
             launches.append(
                 Launch(
-                    kernel_index[step.spec], args, step.node, step.sym, step.div, step.mult, wait if wait < i else -1, dict(step.bytes), dict(step.flops)
+                    kernel_index[step.spec],
+                    args,
+                    step.node,
+                    step.sym,
+                    step.div,
+                    step.mult,
+                    wait if wait < i else -1,
+                    dict(step.bytes),
+                    dict(step.flops),
                 )
             )
             if step.fixup:
                 arg, cache, size = step.fixup
                 fixups.append(Fixup(i, arg, cache, size, step.node))
-        slots = [Slot([dict(s) for s in slot.sizes], [self.values[int(m)].label for m in slot.members]) for slot in plan.slots]  # type: ignore[call-overload]
-        return Program(
-            self.name, launches, slots, self.inputs, self.outputs, fixups, list(reuse_key), node_budget, nodes, fusions
-        )
+        slots = []
+        for slot in plan.slots:
+            holders = [self.values[v].label for v in range(len(self.values)) if v in slot.members]
+            slots.append(Slot([dict(size) for size in slot.sizes], holders))
+        return Program(self.name, launches, slots, self.inputs, self.outputs, fixups, list(reuse_key), node_budget, nodes, fusions)
 
     def _intervals(self) -> list[memory_planner.Interval]:
         first: dict[int, int] = {}
@@ -185,6 +200,13 @@ def _show(ref: Ref) -> str:
         return str(ref.value)
     name = f"%{ref.value}" if ref.kind == "value" else f"{ref.kind} {ref.name}"
     return f"{name}+{ref.offset}" if ref.offset else name
+
+
+def fixed(d: IntDim) -> int:
+    """A dimension that must be a number; CodegenError where it is symbolic."""
+    if isinstance(d, Dim):
+        raise CodegenError(f"internal: the dimension {d} must be fixed here")
+    return d
 
 
 def form(d: IntDim, factor: int = 1) -> Affine:

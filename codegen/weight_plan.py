@@ -1,6 +1,7 @@
 """Which weights the artifact stores, and in which form.
 
-A weight may be needed *packed* (interleaved rows for products and row look-ups) or *plain* (f32 vectors and anything a generic kernel reads). Derived weights are
+A weight may be needed *packed* (interleaved rows for products and row look-ups) or *plain* (f32 vectors and anything a generic kernel
+reads). Derived weights are
 byte concatenations of file tensors where possible, else evaluated once.
 """
 
@@ -21,7 +22,8 @@ ROW_GROUP = 16
 class StoredWeight:
     """One tensor of the artifact.
 
-    ``form``: ``packed``, ``glu`` (packed, groups of two sources alternating) or ``plain`` (f32). ``sources`` are file tensors whose rows follow each other
+    ``form``: ``packed``, ``glu`` (packed, groups of two sources alternating) or ``plain`` (f32). ``sources`` are file tensors whose rows
+    follow each other
     (``glu``: gate, up; several experts: one per slab); empty when the value comes from evaluating ``derived``.
     """
 
@@ -76,7 +78,12 @@ class WeightPlan:
         if value.op.name != "concat" or len(value.operands) != 2 or value.attrs["dim"] != 1:
             return False
         a, b = value.operands
-        return a.type == b.type and bool(self._concatenated(a)) and bool(self._concatenated(b)) and all(len(self._concatenated(o)) == 1 for o in (a, b))
+        return (
+            a.type == b.type
+            and bool(self._concatenated(a))
+            and bool(self._concatenated(b))
+            and all(len(self._concatenated(o)) == 1 for o in (a, b))
+        )
 
 
 def as_f32(raw: np.ndarray, dtype: str) -> np.ndarray:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from support import golden_cases, golden_dirs
 
 __all__ = ["golden_cases", "golden_dirs"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the expected text files instead of comparing")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from support import golden_cases
 
 PREFIXES = ("llama-", "gemma3-", "quant-")
@@ -57,6 +56,7 @@ def test_golden(case, run):
     if rounded is None:
         assert worst.max() <= spec["atol"]
         return
-    # Quantised weights: every row within the tolerance, and either the typical or the best row close, depending on how activations are rounded.
+    # Quantised weights: every row within the tolerance, and either the typical or the best row close, depending on how activations are
+    # rounded.
     assert worst.max() <= max(spec["atol"], rounded)
     assert np.median(worst) <= spec["median_row_atol_unrounded"] or np.quantile(worst, 0.25) <= spec["low_quartile_row_atol_rounded"]

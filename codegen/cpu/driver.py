@@ -1,8 +1,11 @@
 """The generated driver functions: a thread team that runs a launch table.
 
-``ggufc_eval(pool, exec)`` publishes one evaluation and takes part in it; ``ggufc_worker(pool, tid)`` is entered once per worker thread and returns when the
-pool stops. Threads claim tiles with compare-and-swap on a word ``epoch << 32 | tiles left``. A launch is complete when all its tiles are *done*, not when all threads
-have arrived, so a descheduled thread delays nobody unless it holds a tile; the epoch keeps late threads from touching a later evaluation. Word
+``ggufc_eval(pool, exec)`` publishes one evaluation and takes part in it; ``ggufc_worker(pool, tid)`` is entered once per worker thread
+and returns when the
+pool stops. Threads claim tiles with compare-and-swap on a word ``epoch << 32 | tiles left``. A launch is complete when all its tiles are
+*done*, not when all threads
+have arrived, so a descheduled thread delays nobody unless it holds a tile; the epoch keeps late threads from touching a later evaluation.
+Word
 offsets: ``formats/abi.py``.
 """
 

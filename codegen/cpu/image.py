@@ -1,6 +1,7 @@
 """A linker for one purpose: kernel objects to one flat, position-independent image.
 
-Kernels refer to nothing outside the image, so loading needs no symbol resolution: all references are relative and resolved here. Layout: the allocated
+Kernels refer to nothing outside the image, so loading needs no symbol resolution: all references are relative and resolved here. Layout:
+the allocated
 sections of all objects one after another. Anything that would need run-time relocation is refused, naming the symbol.
 """
 
@@ -98,9 +99,9 @@ def link(objects: list[bytes]) -> Image:
     image = Image(b"")
     tables = [_symbols(obj) for obj in parsed]
     for obj, table in zip(parsed, tables):
-        for name, section, value, size, binding in table:
-            if binding and section in obj.base and name and name not in image.symbols:
-                image.symbols[name] = (obj.base[section] + value, size)
+        for name, home, value, size, binding in table:
+            if binding and home in obj.base and name and name not in image.symbols:
+                image.symbols[name] = (obj.base[home] + value, size)
     for obj, table in zip(parsed, tables):
         for section in obj.sections:
             if section.type != _SHT_RELA or section.info not in obj.base:

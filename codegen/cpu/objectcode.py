@@ -30,7 +30,11 @@ def target_machine(target: Target) -> Any:
     """Position-independent code in the small model: references stay relative, so the image can be mapped anywhere."""
     _initialise()
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu="generic" if target.triple.startswith("aarch64") else "x86-64", features=target.feature_string(), opt=3, reloc="pic", codemodel="small"
+        cpu="generic" if target.triple.startswith("aarch64") else "x86-64",
+        features=target.feature_string(),
+        opt=3,
+        reloc="pic",
+        codemodel="small",
     )
 
 
@@ -62,7 +66,7 @@ def _with_function_attributes(text: str, target: Target) -> str:
             line += " #7"
         lines.append(line)
     width = target.vector_bits
-    lines.append(f'attributes #7 = {{ nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" "no-builtins" "no-trapping-math"="true" }}')
+    lines.append(f'attributes #7 = {{ nounwind "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" "no-builtins" }}')
     return "\n".join(lines)
 
 

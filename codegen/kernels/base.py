@@ -14,7 +14,8 @@ from ggufc.codegen.emitter import Emitter
 class KernelSpec(Protocol):
     """A kernel's signature. Implementations are frozen dataclasses: equal specifications are one kernel, emitted once.
 
-    ``emit`` receives an ``Emitter`` positioned at the start of a function ``void(args, params, tile, scratch)`` and ends it with ``ret``. ``arg_names`` documents
+    ``emit`` receives an ``Emitter`` positioned at the start of a function ``void(args, params, tile, scratch)`` and ends it with ``ret``.
+    ``arg_names`` documents
     the argument array in order.
     """
 

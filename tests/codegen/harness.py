@@ -69,7 +69,9 @@ class Guarded:
         assert (outside == SENTINEL).all(), "a kernel wrote outside its buffer"
 
 
-def run(spec: KernelSpec, target: Target, args: Sequence[np.ndarray | int | None], tiles: int, *, loaded: Loaded | None = None, **params: int) -> list[np.ndarray | None]:
+def run(
+    spec: KernelSpec, target: Target, args: Sequence[np.ndarray | int | None], tiles: int, *, loaded: Loaded | None = None, **params: int
+) -> list[np.ndarray | None]:
     """Call ``spec`` for tiles 0..tiles-1; arrays are passed by guarded copy and returned after the call, in argument order."""
     loaded = loaded or build([spec], target)
     guarded = [Guarded(a) if isinstance(a, np.ndarray) else None for a in args]
