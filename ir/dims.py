@@ -164,10 +164,16 @@ def from_form(form: Mapping[str, int]) -> IntDim:
 
 
 def divide(d: IntDim, by: IntDim) -> IntDim:
-    """Exact quotient; ``by`` may be an int or a single product such as ``4*T``. Raises ``IRError`` if a remainder is possible."""
+    """Exact quotient, which must be an int or a single product such as ``4*T``. Raises ``IRError`` if a remainder is possible."""
     factors = _terms(by)
-    if len(factors) != 1 or by == 0:
+    if by == 0:
         raise IRError(f"Dimension {d} cannot be divided by {by}.")
+    if len(factors) > 1:
+        # Only a single product times ``by`` is looked for; the terms of highest degree tell which.
+        quotient = divide(_collect(_terms(d)[:1]), _collect(factors[:1]))
+        if quotient * by != d:
+            raise IRError(f"Dimension {d} is not a multiple of {by}.")
+        return quotient
     mono, coef = factors[0]
     out = []
     for m, c in _terms(d):

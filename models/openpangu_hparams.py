@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import DenseKeys, HParams, LatentParams, LayerParams, Routing, n_vocab, rope_params
-from ggufc.models.metadata import Experts, Heads, Layers, Width, read_keys
+from ggufc.models.metadata import Experts, Heads, Width, read_keys
 
 ARCH = "openpangu"
 SIGMOID = 2
@@ -90,7 +90,9 @@ def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
         raise ModelError(f"key {ARCH}.expert_used_count is {keys.n_expert_used}; of {keys.n_expert} experts a token uses at least 1")
     for name, found, full in (("key", keys.key_length_swa, d_k), ("value", keys.value_length_swa, d_v)):
         if found is not None and found != full:
-            raise ModelError(f"key {ARCH}.attention.{name}_length_swa is {found}; windows with other head sizes than {full} are not supported")
+            raise ModelError(
+                f"key {ARCH}.attention.{name}_length_swa is {found}; windows with other head sizes than {full} are not supported"
+            )
     n_base = keys.n_layer - keys.n_predict
     windows = _schedule(keys, n_base)
     base, predict = _one_window(windows, range(n_base)), _one_window(windows, range(n_base, keys.n_layer))
@@ -108,20 +110,35 @@ def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
         window = windows.get(i, 0)
         layers.append(
             OpenPanguLayer(
-                n_head=heads, n_head_kv=1, head_dim=d_k, rope=rope, attn_scale=1.0 / math.sqrt(d_k), window=window, latent=latent,
+                n_head=heads,
+                n_head_kv=1,
+                head_dim=d_k,
+                rope=rope,
+                attn_scale=1.0 / math.sqrt(d_k),
+                window=window,
+                latent=latent,
                 n_ff=keys.n_ff_expert if moe else ff,
                 n_expert=keys.n_expert if moe else 0,
                 n_expert_used=keys.n_expert_used if moe else 0,
                 n_ff_shared=keys.n_shared * keys.n_ff_expert if moe else 0,
                 routing=Routing(gate="sigmoid", normalise=keys.weights_norm, scale=keys.weights_scale),
                 indexer=indexer if base and not window else None,
-            )  # fmt: skip
+            )
         )
     return OpenPanguParams(
         arch=ARCH, n_layer=n_base, n_ctx_train=keys.n_ctx_train, n_embd=keys.n_embd, n_vocab=n_vocab(keys, metadata, ARCH),
         norm_eps=keys.norm_eps, layers=tuple(layers), streams=keys.streams, iterations=keys.iterations, n_sink=keys.n_sink,
         n_predict=keys.n_predict, window=base, predict_window=predict,
     )  # fmt: skip
+
+
+def with_tensors(hp: OpenPanguParams, present: Container[str]) -> OpenPanguParams:
+    """``hp`` without the indexers whose tensors the file lacks: such layers read every row."""
+    layers = []
+    for i, layer in enumerate(hp.layers):
+        lacks = f"blk.{i}.attn_indexer_q_b.weight" not in present
+        layers.append(msgspec.structs.replace(layer, indexer=None) if lacks else layer)
+    return msgspec.structs.replace(hp, layers=tuple(layers))
 
 
 def _schedule(keys: OpenPanguKeys, n_base: int) -> dict[int, int]:

@@ -14,6 +14,7 @@ from ggufc.models.glm4moe import GLM4MOE
 from ggufc.models.gpt_oss import GPT_OSS
 from ggufc.models.llama import LLAMA
 from ggufc.models.model import Model
+from ggufc.models.openpangu import OPENPANGU
 from ggufc.models.phi3 import PHI3
 from ggufc.models.qwen2 import QWEN2
 from ggufc.models.qwen3 import QWEN3, QWEN3MOE
@@ -21,7 +22,7 @@ from ggufc.models.smollm3 import SMOLLM3
 from ggufc.models.weights import check_tensors
 
 ARCHITECTURES: dict[str, Architecture] = {
-    a.name: a for a in (LLAMA, DEEPSEEK2, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
+    a.name: a for a in (LLAMA, DEEPSEEK2, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, OPENPANGU, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
 }
 
 ARCH_KEY = "general.architecture"

@@ -7,7 +7,8 @@ import pytest
 from ir_cases import SYMBOLS, inputs, tt
 from test_ops import apply, close, normal, run
 
-from ggufc.ir import Graph, IRError, parse_graph, print_graph
+from ggufc.ir import Graph, IRError, Sym, parse_graph, print_graph
+from ggufc.ir.dims import divide
 from ggufc.ir.ops.inputs import INPUT_KINDS
 
 
@@ -87,3 +88,12 @@ def test_a_mask_may_begin_behind_the_first_cell():
     assert np.array_equal(run(g, part, **values), run(g, whole, **values)[:, 1:])
     with pytest.raises(IRError, match="begins at cell 1"):
         run(g, part)
+
+
+def test_dimensions_with_several_terms_divide_their_multiples():
+    """The last block of a long batch has T - 256n tokens."""
+    rest = Sym("T") - 256
+    assert divide(rest, rest) == 1 and divide(rest * 64, rest) == 64 and divide(rest * Sym("KV"), rest) == Sym("KV")
+    for d, by in ((rest + 1, rest), (64, rest), (rest * 3, rest * 2), (Sym("T"), rest)):
+        with pytest.raises(IRError, match=r"not a multiple|cannot be divided"):
+            divide(d, by)
