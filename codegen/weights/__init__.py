@@ -1,8 +1,8 @@
 """Interleaved weight layouts: what a tensor becomes at compile time and how kernels unpack it.
 
-``base`` defines a format; ``blocks32``, ``kquants`` and ``floats`` hold the types with a layout of their own, ``generic`` serves every
-other block type; ``activations`` is the record an activation row is rounded to; ``tables`` the code tables. ``weight_format(name)``
-finds a format.
+``base`` defines a format; ``blocks32``, ``kquants`` and ``floats`` hold the types with a layout of their own, ``indexed`` and ``generic``
+serve every other block type; ``activations`` is the record an activation row is rounded to; ``tables`` the code tables.
+``weight_format(name)`` finds a format.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ggufc.codegen.weights.base import WeightFormat
 from ggufc.codegen.weights.blocks32 import IQ4_NL, MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0
 from ggufc.codegen.weights.floats import BF16Format, F16Format, F32Format, FloatFormat
 from ggufc.codegen.weights.generic import Codes
+from ggufc.codegen.weights.indexed import VALUES, Indexed
 from ggufc.codegen.weights.kquants import IQ4_XS, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from ggufc.formats.quants.codes import DECODERS
 
@@ -34,6 +35,8 @@ def weight_format(type_name: str) -> WeightFormat:
     """The format of a ggml type (lower case); CodegenError lists the known ones."""
     if type_name in _BY_NAME:
         return _BY_NAME[type_name]()
+    if type_name in VALUES:
+        return Indexed(type_name)
     if type_name in DECODERS:
         return Codes(type_name)
     raise CodegenError(f"weights of type {type_name!r} cannot be multiplied; known are {', '.join(known_formats())}")
