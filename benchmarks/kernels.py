@@ -140,7 +140,7 @@ def random_weight(rng: np.random.Generator, spec: MatMul) -> np.ndarray:
     return packed
 
 
-def measure(bench: Bench, spec: MatMul, threads: int, prefill: int, rounds: int) -> dict[str, float]:
+def measure(bench: Bench, spec: MatMul, prefill: int, rounds: int) -> dict[str, float]:
     """GB/s of decode and GMAC/s of prefill."""
     fmt = weight_format(spec.format)
     rng = np.random.default_rng(1)
@@ -188,7 +188,7 @@ def main(types: tuple[str, ...], shapes: tuple[str, ...], threads: int, target: 
             try:
                 read = bench.seconds(stream, [[data.ctypes.data, sums.ctypes.data]], STREAM_BYTES // STREAM_TILE, 1, rounds)
                 dot = bench.seconds(dots, [[data.ctypes.data, sums.ctypes.data]], threads, 1, rounds)
-                result = measure(bench, spec, threads, prefill, rounds)
+                result = measure(bench, spec, prefill, rounds)
             finally:
                 bench.close()
             limit = STREAM_BYTES / read / 1e9
