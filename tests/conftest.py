@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support import golden_cases, golden_dirs
 
 __all__ = ["golden_cases", "golden_dirs"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from support import golden_cases
 
 PREFIXES = ("llama-", "gemma3-", "quant-")

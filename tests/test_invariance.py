@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from support import golden_cases
 
 MODELS = [case for case in golden_cases("llama-gqa-tied", "gemma3-7", "quant-q4_k", "llama-moe-split") if case.name != "quant-q4_k-batch"]

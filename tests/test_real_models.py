@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from support import golden_dirs
 
 MODELS = {"smollm2-135m-instruct-q4_1": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3-270m-q4_k_m": "gemma-3-270m-q4_k_m.gguf"}

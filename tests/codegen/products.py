@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from harness import Loaded, run, runnable_targets
 
 from ggufc.codegen.cpu import image, objectcode
 from ggufc.codegen.cpu.target import Target
@@ -20,6 +19,7 @@ from ggufc.codegen.weights.indexed import Indexed
 from ggufc.formats.activations import round_activations, round_q8_2, round_q8_k
 from ggufc.formats.ggml_types import row_bytes, type_by_name
 from ggufc.formats.quants import codes
+from harness import Loaded, run, runnable_targets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "formats"))
 from quant_golden import quant_cases

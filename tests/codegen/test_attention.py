@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import TOKEN_BLOCK, FlashAttn
 from ggufc.codegen.kernels.cache import row_bytes
+from harness import build, run, runnable_targets
 
 SPECS = [
     FlashAttn(64, 64, 9, 3, "f16", "f16", 0.125),

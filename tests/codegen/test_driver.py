@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from harness import build
 
 from ggufc.codegen.cpu import driver
 from ggufc.codegen.cpu.target import resolve
 from ggufc.codegen.emitter import I64, Emitter
 from ggufc.codegen.kernels.base import symbol
 from ggufc.formats import abi
+from harness import build
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
-from strided_reference import buffer, repeated, tiles, values, view
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.strided import Strided, contiguous, row_grid
 from ggufc.ir.dims import Sym, evaluate
+from harness import build, run, runnable_targets
+from strided_reference import buffer, repeated, tiles, values, view
 
 T, KV = Sym("T"), Sym("KV")
 C = contiguous

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
-from strided_reference import buffer, repeated, tiles, values, view
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
@@ -13,6 +11,8 @@ from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
 from ggufc.ir.dims import Sym
+from harness import build, run, runnable_targets
+from strided_reference import buffer, repeated, tiles, values, view
 
 T, KV = Sym("T"), Sym("KV")
 C = contiguous

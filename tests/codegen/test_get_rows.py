@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import run
-from products import CASE_IDS, CASES, kernel_name, loaded, packed, weight_rows, weight_values
 
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.formats.quants import codes
+from harness import run
+from products import CASE_IDS, CASES, kernel_name, loaded, packed, weight_rows, weight_values
 
 
 def values(name: str, raw: np.ndarray, k: int) -> np.ndarray:

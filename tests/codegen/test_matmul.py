@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import run, runnable_targets
-from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
-from quant_golden import quant_cases
 
 from ggufc.codegen.cpu import objectcode
 from ggufc.codegen.cpu.target import resolve
@@ -18,6 +15,9 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId, grid, tiles_per_token
 from ggufc.codegen.weights import weight_format
+from harness import run, runnable_targets
+from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
+from quant_golden import quant_cases
 
 GOLDEN_K = 512
 MANY = 75  # whole panels of tokens and a tail

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.weights import q8_record
-
 from harness import run, runnable_targets
 from products import loaded, records
 

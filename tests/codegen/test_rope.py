@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.cache import StoreRows, row_bytes
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from harness import build, run, runnable_targets
 
 POSITIONS = np.array([0, 1, 7, 511, 8191, 131071, 999999], np.int32)
 YARN = dict(freq_scale=0.25, ext_factor=1.0, attn_factor=0.9, beta_fast=32.0, beta_slow=1.0, n_ctx_orig=2048)

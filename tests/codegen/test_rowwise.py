@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
 
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
+from harness import build, run, runnable_targets
 
 EPS = 1e-5
 SPECS = [

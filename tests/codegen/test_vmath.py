@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from harness import build, run, runnable_targets
 
 from ggufc.codegen.emitter import F32, F64, Emitter, vec
 from ggufc.codegen.kernels import vmath
+from harness import build, run, runnable_targets
 
 
 @dataclass(frozen=True)

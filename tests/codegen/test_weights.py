@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from products import BLOCK_TYPES, packed, weight_rows
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.weights import Q8Record, activation_mode, known_formats, q8_record, weight_format
 from ggufc.codegen.weights.generic import Decoded
 from ggufc.formats.activations import activation_mode as reference_mode
 from ggufc.formats.ggml_types import TYPES, row_bytes
+from products import BLOCK_TYPES, packed, weight_rows
 
 OWN = [t for t in BLOCK_TYPES if not isinstance(weight_format(t), Decoded)]
 

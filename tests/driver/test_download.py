@@ -9,11 +9,11 @@ import random
 from pathlib import Path
 
 import pytest
-from local_web import Resource, serve
 
 from ggufc import files
 from ggufc.download import download, file_name
 from ggufc.errors import DriverError
+from local_web import Resource, serve
 
 DATA = b"GGUF" + random.Random(7).randbytes(3 << 20)
 SHA = hashlib.sha256(DATA).hexdigest()

@@ -9,13 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from local_web import Resource, serve
 
 from ggufc import pull as pulling
 from ggufc import registry, resolve
 from ggufc.errors import DriverError
 from ggufc.pull import choose_hub_file, parse_hub_reference, pull
 from ggufc.registry import Alias, Piece
+from local_web import Resource, serve
 
 CONTENT = [b"GGUF" + b"a" * 1000, b"b" * 500]
 

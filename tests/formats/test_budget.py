@@ -8,13 +8,13 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf_bytes as g
 import pytest
-from test_hostile import HOSTILE
 
+import gguf_bytes as g
 from ggufc.formats import gguf_values as gv
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
+from test_hostile import HOSTILE
 
 MEMORY = 64 << 20
 SECONDS = 2.0

@@ -6,11 +6,11 @@ import struct
 from itertools import pairwise
 from pathlib import Path
 
-import gguf_bytes as g
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import gguf_bytes as g
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
 

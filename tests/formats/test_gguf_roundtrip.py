@@ -8,12 +8,12 @@ import struct
 import tracemalloc
 from pathlib import Path
 
-import gguf_bytes as g
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gguf_bytes as g
 from ggufc.formats import gguf_values
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import TYPES, row_bytes, tensor_bytes, type_by_id

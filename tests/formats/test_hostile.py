@@ -6,9 +6,9 @@ import os
 import struct
 from pathlib import Path
 
-import gguf_bytes as g
 import pytest
 
+import gguf_bytes as g
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
 

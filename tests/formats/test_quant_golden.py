@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-from quant_golden import quant_cases
 
 from ggufc.formats.activations import activation_mode, round_activations, round_q8_2, round_q8_k
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import TYPES, row_bytes
 from ggufc.formats.quants import codes, dequantize
 from ggufc.formats.quants.codes import DECODERS
+from quant_golden import quant_cases
 
 N = 512
 CASES = quant_cases()

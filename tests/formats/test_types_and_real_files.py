@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quant_golden import golden_folders
 
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import DIALECTS, TYPES, row_bytes, tensor_bytes, type_by_id, type_by_name
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.quants import dequantize
+from quant_golden import golden_folders
 
 MODELS = sorted(path for root in golden_folders() for path in root.glob("*/*.gguf"))
 

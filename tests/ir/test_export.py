@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from ir_cases import T, graphs, layer_graph, tt
 
 from ggufc.ir import Graph, IRError, print_graph
 from ggufc.ir.export import COLUMNS, FORMATS, export
 from ggufc.ir.folding import fold
+from ir_cases import T, graphs, layer_graph, tt
 
 
 def stack(kinds: str) -> Graph:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ir_cases import SYMBOLS, T, fused_attention, layer_graph, tt
 
 from ggufc.ir import OPS, Graph, IRError, print_graph, structural_equal, verify
+from ir_cases import SYMBOLS, T, fused_attention, layer_graph, tt
 
 
 def chain() -> Graph:

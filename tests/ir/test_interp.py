@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ir_cases import ENV, SYMBOLS, C, T, fused_attention, input_values, inputs, layer_graph, tt, weights_for
 
 from ggufc.formats.activations import activation_mode, round_activations
 from ggufc.formats.quants import dequantize, quantize
 from ggufc.ir import Graph, IRError, Sym, evaluate_derived, interpret
 from ggufc.ir.storage import Stored, decode, encode
+from ir_cases import ENV, SYMBOLS, C, T, fused_attention, input_values, inputs, layer_graph, tt, weights_for
 
 RNG = np.random.default_rng(11)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ir_cases import T, tt
 
 from ggufc.ir import Graph, IRError, layout
 from ggufc.ir.layout import is_contiguous, root
+from ir_cases import T, tt
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ir_cases import CASES, ENV, LEAVES, SYMBOLS, input_values, inputs, tt, weights_for
 
 from ggufc.ir import OPS, Graph, IRError, interpret, parse_graph, print_graph, verify
 from ggufc.ir.storage import PLAIN
+from ir_cases import CASES, ENV, LEAVES, SYMBOLS, input_values, inputs, tt, weights_for
 
 RNG = np.random.default_rng(3)
 

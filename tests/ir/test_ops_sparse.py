@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ir_cases import SYMBOLS, inputs, tt
-from test_ops import apply, close, normal, run
 
 from ggufc.ir import Graph, IRError, Sym, parse_graph, print_graph
 from ggufc.ir.dims import divide
 from ggufc.ir.ops.inputs import INPUT_KINDS
+from ir_cases import SYMBOLS, inputs, tt
+from test_ops import apply, close, normal, run
 
 
 def test_ties_of_the_largest_elements_go_either_way():

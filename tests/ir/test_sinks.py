@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ir_cases import ENV, KV, SYMBOLS, C, T, input_values, inputs, tt
 
 from ggufc.ir import Graph, IRError, interpret, parse_graph, print_graph, verify
+from ir_cases import ENV, KV, SYMBOLS, C, T, input_values, inputs, tt
 
 RANK, ROW, HEADS = 6, 8, 4
 SINKS = np.array([-3.0, 0.0, 0.5, 4.0], np.float32)

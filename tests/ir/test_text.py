@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ir_cases import SYMBOLS, T, fused_attention, graphs, layer_graph, tt
 
 from ggufc.ir import Graph, IRError, parse_graph, print_graph, structural_equal
 from ggufc.ir.equality import difference
+from ir_cases import SYMBOLS, T, fused_attention, graphs, layer_graph, tt
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ir_cases import SYMBOLS, C, T, fused_attention, inputs, layer_graph, tt
 
 from ggufc.ir import Graph, IRError, TensorType, parse_graph, print_graph, verify
+from ir_cases import SYMBOLS, C, T, fused_attention, inputs, layer_graph, tt
 
 
 def refused(g: Graph) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from model_files import ModelFile, V
-
 from ggufc.models import ARCHITECTURES
+from model_files import ModelFile, V
 
 L = 2
 _COMMON: dict[str, Any] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from model_files import D, E, G, H, llama_file
-from support import ROOT
 
 from ggufc.models import ModelError, load_model
+from model_files import D, E, G, H, llama_file
+from support import ROOT
 
 
 def test_the_page_shows_the_file() -> None:

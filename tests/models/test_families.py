@@ -8,13 +8,13 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from family_files import FAMILIES, family_file, family_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import ModelFile
 
+from family_files import FAMILIES, family_file, family_metadata
 from ggufc.ir import parse_graph, print_graph, verify
 from ggufc.models import ARCHITECTURES, ModelError, Step, load_model
+from model_files import ModelFile
 
 MLA = [0, 3]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_runner import Runner, assert_close, run_case
-from support import BUNDLED_GOLDEN, golden_cases
 
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.models import load_model
+from golden_runner import Runner, assert_close, run_case
+from support import BUNDLED_GOLDEN, golden_cases
 
 CASES = golden_cases(
     "deepseek2-", "llama-", "gemma2-", "gemma3-", "glm4moe-", "gpt-oss-", "quant-", "phi3-", "qwen2-", "qwen3-", "qwen3moe-", "smollm3-"

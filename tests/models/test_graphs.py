@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from model_files import D, ModelFile, gemma3_file, llama_file
 
 from ggufc.ir import Graph, parse_graph, print_graph, verify
 from ggufc.models import ModelError, Step, load_model
 from ggufc.models.blocks import Builder
 from ggufc.models.model import NODE_ESTIMATE, OBSERVATIONS
+from model_files import D, ModelFile, gemma3_file, llama_file
 
 MODELS: dict[str, Callable[[], ModelFile]] = {
     "llama": llama_file,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import V, gemma3_file, llama_file
 
 from ggufc.models import ModelError, load_model
+from model_files import V, gemma3_file, llama_file
 
 FILES = {"llama": llama_file, "gemma3": gemma3_file}
 

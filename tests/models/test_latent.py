@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from family_files import family_file, family_metadata
+from ggufc.models import ARCHITECTURES, ModelError, Step, load_model
+from ggufc.models.hparams import HParams
 from golden_runner import Runner, assert_close, run_case
 from model_files import ModelFile
 from support import golden_cases
-
-from ggufc.models import ARCHITECTURES, ModelError, Step, load_model
-from ggufc.models.hparams import HParams
 
 HEADS, NOPE, ROT, VALUE, RANK = 4, 32, 32, 32, 32
 

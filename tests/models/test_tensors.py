@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from model_files import E, F, ModelFile, gemma3_file, llama_file
 
 from ggufc.models import ARCHITECTURES, ModelError, load_model
+from model_files import E, F, ModelFile, gemma3_file, llama_file
 
 FILES = {
     "llama": llama_file(),

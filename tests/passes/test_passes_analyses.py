@@ -7,7 +7,6 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from passes_graphs import SYMBOLS, C, T, Tiny, Weights, f32, graph, step_inputs, tiny_model, tiny_models
 
 from ggufc.ir import Graph, Node, Sym, TensorType, interpret, print_graph
 from ggufc.ir.layout import root
@@ -16,6 +15,7 @@ from ggufc.passes.cache_fixups import check_fixups
 from ggufc.passes.memory_plan import intervals, liveness, plan, size_form
 from ggufc.passes.memory_planner import evaluate
 from ggufc.passes.reuse_key import check_reuse_key, explain, reuse_key
+from passes_graphs import SYMBOLS, C, T, Tiny, Weights, f32, graph, step_inputs, tiny_model, tiny_models
 
 HEAD = Sym("head")
 

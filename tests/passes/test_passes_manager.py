@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from passes_graphs import T, Tiny, f32, graph, tiny_model
 
 from ggufc.ir import Graph, IRError, Node, print_graph
 from ggufc.passes import DEFAULT_PIPELINE, REGISTRY, Pass, PassError, PassManager, PassResult, format_records
 from ggufc.passes.rules import Match, Rewriter, any_node, apply_rules, op, rule
+from passes_graphs import T, Tiny, f32, graph, tiny_model
 
 
 @dataclass(frozen=True)

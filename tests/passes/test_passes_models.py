@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from passes_graphs import evaluate
 
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph
@@ -21,6 +20,7 @@ from ggufc.models import Model, Step, load_model
 from ggufc.passes import DEFAULT_PIPELINE, PassManager, compare_counts, fusion_counts
 from ggufc.passes.cache_fixups import check_fixups
 from ggufc.passes.reuse_key import check_reuse_key, explain
+from passes_graphs import evaluate
 
 BASELINE = Path(__file__).with_name("fusion_counts.json")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from passes_graphs import SYMBOLS, C, T, Tiny, Weights, evaluate, f32, graph, tiny_model
 
 from ggufc.ir import Graph, Node, TensorType, interpret, parse_graph, verify
 from ggufc.ir.layout import is_contiguous
 from ggufc.passes import PassManager, fusion_counts, opt
+from passes_graphs import SYMBOLS, C, T, Tiny, Weights, evaluate, f32, graph, tiny_model
 
 
 def run(g: Graph, pipeline: str) -> dict[str, int]:

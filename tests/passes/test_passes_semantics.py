@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from passes_graphs import CELLS, T, Tiny, Weights, evaluate, f32, graph, tiny_model, tiny_models
 
 from ggufc.ir import Graph, interpret, parse_graph, print_graph
 from ggufc.ir.layout import is_contiguous, layout
 from ggufc.ir.storage import decode
 from ggufc.passes import DEFAULT_PIPELINE, FUSIONS, PassManager
+from passes_graphs import CELLS, T, Tiny, Weights, evaluate, f32, graph, tiny_model, tiny_models
 
 REWRITES = list(dict.fromkeys(FUSIONS.split(",")))
 STEPS = [3, 1, 2]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import fake_model
 import pytest
 
+import fake_model
 from ggufc.runtime.paths import models_dir
 from ggufc.runtime.session import Session
 

@@ -7,13 +7,13 @@ import hashlib
 import json
 import time
 
-import fake_model
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fake_model
 from ggufc.formats import artifact as fmt
 from ggufc.formats.errors import ArtifactError, GgufcError, GGUFError
 from ggufc.formats.gguf_reader import GGUFFile

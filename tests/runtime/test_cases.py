@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fake_model
 import numpy as np
 import pytest
 
+import fake_model
 from ggufc.runtime import logits
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.generation import StopFilter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import fake_model
 import numpy as np
 import pytest
 
+import fake_model
 from ggufc.formats import artifact as fmt
 from ggufc.runtime import kshift
 from ggufc.runtime.errors import RuntimeRefusal

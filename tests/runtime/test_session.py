@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fake_model as toy_model
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fake_model as toy_model
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.sampling import GREEDY, SamplingOptions
 from ggufc.runtime.session import Session

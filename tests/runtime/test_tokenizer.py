@@ -7,12 +7,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import fake_model
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fake_model
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.runtime.bpe import byte_alphabet
 from ggufc.runtime.errors import RuntimeRefusal
