@@ -288,6 +288,10 @@ class Emitter:
         """What only one thread of a group does: storing a value all of them hold."""
         yield
 
+    def lookup16(self, quad: Value, table: Sequence[int]) -> Value:
+        """Replace every byte 0..15 of ``quad`` by ``table[byte]``, on targets whose lanes are threads."""
+        raise NotImplementedError
+
     # -- integer helpers (i64) ---------------------------------------------------------------------------------------
 
     def imin(self, a: Value, c: Value) -> Value:
