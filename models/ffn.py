@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ggufc.ir import Node
 from ggufc.models.blocks import LINEAR_NODES, Builder
@@ -14,6 +14,9 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 """The gate of gpt-oss: ``g sigmoid(1.702 g) (u + 1)`` with ``g`` at most 7 and ``u`` within -7 .. 7."""
 _LIMIT = 7.0
 _SHARPNESS = 1.702
+
+Activation = str | Callable[[Builder, Node, Node, str, str], Node]
+"""A name that ``gated`` knows, or a function of (builder, gate, up, name, suffix)."""
 
 GATE_NODES = 7
 """The longest gate, CLAMPED_SWIGLU."""
@@ -37,7 +40,7 @@ def packed_ffn_tensors(hp: HParams, i: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"blk.{i}.ffn_down.weight", (f, e))
 
 
-def ffn(b: Builder, x: Node, i: int, act: str, suffix: str = "") -> Node:
+def ffn(b: Builder, x: Node, i: int, act: Activation, suffix: str = "") -> Node:
     """Feed-forward of layer ``i`` on the normed input x [E, N] -> [E, N]; ``act`` as in ``gated``.
 
     ``suffix`` ends the names of its tensors: ``_shexp`` for a shared expert.
@@ -53,8 +56,13 @@ def ffn(b: Builder, x: Node, i: int, act: str, suffix: str = "") -> Node:
         return b.linear(gated(b, gate, up, act, f"{name}_", suffix), f"{name}_down{suffix}")
 
 
-def gated(b: Builder, gate: Node, up: Node, act: str, name: str, suffix: str = "") -> Node:
-    """``act(gate) * up`` for ``act`` ``silu`` or ``gelu``, or ``CLAMPED_SWIGLU``; node names begin with ``name``."""
+def gated(b: Builder, gate: Node, up: Node, act: Activation, name: str, suffix: str = "") -> Node:
+    """``act(gate) * up`` for ``act`` ``silu`` or ``gelu``, or ``CLAMPED_SWIGLU``; node names begin with ``name``.
+
+    A family with a gate of its own passes a function of the same arguments, ``act`` left out, that adds at most ``GATE_NODES`` nodes.
+    """
+    if not isinstance(act, str):
+        return act(b, gate, up, name, suffix)
     hidden, gate_name = f"{name}hidden{suffix}", f"{name}gate{suffix}"
     if act != CLAMPED_SWIGLU:
         return b.add("mul", b.add(act, gate, name=f"{gate_name}.{act}"), up, name=hidden)

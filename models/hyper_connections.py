@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ggufc.ir import Node
+from ggufc.ir.dims import IntDim
 from ggufc.models.blocks import Builder
 
 _NORM_NODES = 5
@@ -119,7 +120,7 @@ def merge(b: Builder, x: Node, site: Site) -> Node:
 def choose(b: Builder, x: Node, rows: Node, name: str) -> Node:
     """The columns ``rows`` [O] of x [.., T], whatever its rank."""
     *inner, n = x.type.ne
-    width = 1
+    width: IntDim = 1
     for d in inner:
         width = width * d
     flat = x if len(inner) == 1 else b.add("reshape", x, name=f"{name}.flat", ne=(width, n))

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 
 from ggufc.ir import Node
 from ggufc.models.blocks import LINEAR_NODES, Builder
-from ggufc.models.ffn import FFN_NODES, GATE_NODES, ffn, gated
+from ggufc.models.ffn import FFN_NODES, GATE_NODES, Activation, ffn, gated
 from ggufc.models.hparams import HParams, LayerParams
 from ggufc.models.weights import TensorSpec
 
@@ -24,7 +24,7 @@ GATE_UP = "ffn_gate_up"
 SHARED = "_shexp"
 SELECTION_BIAS = "exp_probs_b.bias"
 
-_ROUTER_NODES = LINEAR_NODES + 1 + 3 + 1
+_ROUTER_NODES = LINEAR_NODES + 2 + 3 + 1
 """Router, scores, their biased form for the choice (bias, its cast, sum), choice."""
 _WEIGHT_NODES = 3 + 2 + 1 + 1
 """Gather with its two reshapes, sum and quotient, scale, reshape."""
@@ -66,12 +66,15 @@ def moe_tensors(
             yield TensorSpec(f"{name}.{projection}{SHARED}.weight", ne)
 
 
-def moe(b: Builder, x: Node, i: int, act: str) -> Node:
-    """Experts of layer ``i`` on the normed input x [E, N] -> [E, N]; ``act`` as in ``ffn.gated``."""
+def moe(b: Builder, x: Node, i: int, act: Activation, ids: Node | None = None) -> Node:
+    """Experts of layer ``i`` on the normed input x [E, N] -> [E, N]; ``act`` as in ``ffn.gated``.
+
+    ``ids`` i32 [U, N] names the experts where something else than their scores chooses them.
+    """
     layer, name, e = b.hp.layers[i], f"blk.{i}", b.hp.n_embd
     used, n_tokens = layer.n_expert_used, x.type.ne[1]
     with b.block(f"{name}.moe", moe_nodes(layer)):
-        ids, weights = _route(b, x, i)
+        ids, weights = _route(b, x, i, ids)
         rows = b.add("reshape", x, name=f"{name}.ffn_moe_in", ne=(e, 1, n_tokens))
         if b.has(f"{name}.{GATE_UP}_exps.weight"):
             both = _product(b, rows, ids, i, GATE_UP)
@@ -92,7 +95,7 @@ def moe(b: Builder, x: Node, i: int, act: str) -> Node:
         return total if used > 1 else b.add("cont", total, name=f"{name}.ffn_moe_sum.0")
 
 
-def _route(b: Builder, x: Node, i: int) -> tuple[Node, Node]:
+def _route(b: Builder, x: Node, i: int, ids: Node | None) -> tuple[Node, Node]:
     """Chosen experts i32 [U, N] and their weights f32 [1, U, N]."""
     layer, name, n_tokens = b.hp.layers[i], f"blk.{i}", x.type.ne[1]
     used, routing = layer.n_expert_used, layer.routing
@@ -101,10 +104,13 @@ def _route(b: Builder, x: Node, i: int) -> tuple[Node, Node]:
         p = b.add("soft_max", p, name=f"{name}.ffn_moe_probs", scale=1.0)
     elif routing.gate == "sigmoid":
         p = b.add("sigmoid", p, name=f"{name}.ffn_moe_probs")
-    choice = p
-    if b.has(f"{name}.{SELECTION_BIAS}"):
-        choice = b.add("add", p, b.vector(f"{name}.{SELECTION_BIAS}"), name=f"{name}.ffn_moe_probs.biased")
-    ids = b.add("top_k", choice, name=f"{name}.ffn_moe_ids", k=used)
+    elif routing.gate == "sqrt_softplus":
+        p = b.add("sqrt", b.add("softplus", p, name=f"{name}.ffn_moe_softplus"), name=f"{name}.ffn_moe_probs")
+    if ids is None:
+        choice = p
+        if b.has(f"{name}.{SELECTION_BIAS}"):
+            choice = b.add("add", p, b.vector(f"{name}.{SELECTION_BIAS}"), name=f"{name}.ffn_moe_probs.biased")
+        ids = b.add("top_k", choice, name=f"{name}.ffn_moe_ids", k=used)
     p = b.add("reshape", p, name=f"{name}.ffn_moe_probs.rows", ne=(1, layer.n_expert, n_tokens))
     weights = b.add("get_rows", p, ids, name=f"{name}.ffn_moe_chosen")
     weights = b.add("reshape", weights, name=f"{name}.ffn_moe_chosen.rows", ne=(used, n_tokens))
