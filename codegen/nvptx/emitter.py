@@ -229,6 +229,7 @@ class PtxEmitter(Emitter):
         """Over the threads of a group; the result is in all of them."""
         v = self.reduce_warp(v, op)
         if self.group == WARP:
+            self.group_barrier()  # what the group has read may be overwritten from here on, as with the block's barrier below
             return v
         b, warps = self.b, self.group // WARP
         size = 8 if v.type in (F64, I64) else 4
@@ -252,6 +253,10 @@ class PtxEmitter(Emitter):
         if isinstance(a.type, ir.VectorType) or len(lanes) != 1:
             return super().shuffle(a, c, lanes)
         return a if lanes[0] == 0 else c
+
+    def store_masked(self, v: Value, p: Value, count: int) -> None:
+        """A thread's single value; ``count`` is 1."""
+        self.store(v, p)
 
     def dot4(self, acc: Value, u: Value, s: Value, u_max: int = 255) -> Value:
         """``dp4a`` of unsigned bytes ``u`` and signed bytes ``s``."""

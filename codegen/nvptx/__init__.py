@@ -1,0 +1,10 @@
+"""GPU code: the kernels of a schedule as PTX, through LLVM's NVPTX back end.
+
+``target`` architectures; ``emitter`` the shared emitter with threads for lanes; ``entry`` a PTX function and its geometry; ``products``, ``product_tiles``,
+``rows``, ``attention``, ``choosing`` the forms that differ from the CPU's; ``forms`` the table of all forms and ``emit_ptx``; ``ptx`` LLVM modules to text.
+"""
+
+from ggufc.codegen.nvptx.forms import describe, emit_ptx, form_of, manifest
+from ggufc.codegen.nvptx.target import PTX_VERSIONS, PtxTarget, resolve
+
+__all__ = ["PTX_VERSIONS", "PtxTarget", "describe", "emit_ptx", "form_of", "manifest", "resolve"]

@@ -1,0 +1,107 @@
+"""From kernel specifications to GPU code: which form each has, and the PTX of a list of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels.attention_cpu import FlashAttn
+from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
+from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.elementwise import Copy, Elementwise
+from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.kernels.quantize import Quantize
+from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
+from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
+from ggufc.codegen.kernels.softmax import SoftMax, SumRows
+from ggufc.codegen.kernels.strided_matmul import StridedMatMul
+from ggufc.formats import cuda as fmt
+from ggufc.ir.dims import IntDim
+
+from . import attention, choosing, products, ptx, rows
+from .emitter import WARP, PtxEmitter
+from .entry import Entry, Form, power_of_two, shared_body
+from .target import PtxTarget, resolve
+
+_BLOCK = 256
+
+
+def _shared(length: Callable[[Any], IntDim]) -> Callable[[Any], Form]:
+    """The body of the CPU kernel: short rows (up to four values per thread of a warp, or of unknown length) go to warps, longer ones to blocks."""
+
+    def form(spec: Any) -> Form:
+        n = length(spec)
+        group = min(_BLOCK, max(WARP, power_of_two(-(-n // 4)))) if isinstance(n, int) else WARP
+        if group != WARP:
+            group = _BLOCK
+        return Form((Entry(symbol(spec), _BLOCK, shared_body(spec), group),))
+
+    return form
+
+
+def _row(spec: Any) -> Form:
+    """A block for each row, as wide as the row."""
+    block = min(_BLOCK, max(WARP, power_of_two(spec.ne0)))
+    return Form((Entry(symbol(spec), block, shared_body(spec), block),))
+
+
+FORMS: dict[type, Callable[[Any], Form]] = {
+    MatMul: products.matmul,
+    MatMulId: products.matmul_id,
+    Quantize: rows.quantize,
+    GetRows: rows.get_rows,
+    RopeTable: rows.rope_table,
+    RopeApply: rows.rope_apply,
+    StoreRows: rows.store_rows,
+    FlashAttn: attention.flash_attn,
+    TopK: choosing.top_k,
+    KqMask: choosing.kq_mask,
+    RmsNorm: _row,
+    Norm: _row,
+    Elementwise: _shared(lambda s: s.out.ne[0]),
+    Copy: _shared(lambda s: s.out.ne[0]),
+    GetRowsPlain: _shared(lambda s: s.out.ne[0]),
+    SoftMax: _shared(lambda s: s.out.ne[0]),
+    SumRows: _shared(lambda s: s.a.ne[0]),
+    StridedMatMul: _shared(lambda s: s.a.ne[0]),
+}
+"""Specification -> its form. Those with ``_row`` and ``_shared`` are the CPU kernels' own bodies."""
+
+
+def form_of(spec: KernelSpec) -> Form:
+    """The GPU form of a specification; CodegenError for kernels that have none."""
+    make = FORMS.get(type(spec))
+    if make is None:
+        raise CodegenError(f"the kernel {signature(spec)} has no GPU form; compile this model for the CPU")
+    return make(spec)
+
+
+def describe(spec: KernelSpec) -> fmt.CudaKernel:
+    """What the runtime needs to know to launch the kernel."""
+    form = form_of(spec)
+    return fmt.CudaKernel(signature(spec), len(spec.arg_names), [e.described() for e in form.entries], form.extra_bytes, form.extra_div)
+
+
+def emit_ptx(specs: Sequence[KernelSpec], sm: str | PtxTarget) -> str:
+    """PTX text holding every entry of ``specs`` for one architecture (``sm_80`` ...). Raises CodegenError."""
+    target = sm if isinstance(sm, PtxTarget) else resolve(sm)
+    module = ptx.new_module("ggufc")
+    blocks: dict[str, int] = {}
+    for spec in dict.fromkeys(specs):
+        for entry in form_of(spec).entries:
+            e = PtxEmitter(module, target, entry.symbol, len(spec.arg_names), entry.block, entry.group)
+            entry.body(e)
+            e.finish()
+            blocks[entry.symbol] = entry.block
+    return ptx.to_text(target, module, blocks)
+
+
+def manifest(specs: Sequence[KernelSpec], texts: dict[str, str]) -> fmt.CudaManifest:
+    """Description of the GPU code of an artifact; ``texts`` maps architectures to PTX."""
+    names = sorted(texts, key=lambda name: int(name.removeprefix("sm_")))
+    digests = [hashlib.sha256(texts[name].encode()).hexdigest() for name in names]
+    return fmt.CudaManifest(names, [resolve(name).ptx_version for name in names], digests, [describe(spec) for spec in specs])

@@ -1,0 +1,77 @@
+"""How an artifact describes its GPU code: the one definition of the key ``ggufc.cuda``.
+
+A fat artifact is a CPU artifact with PTX beside the native image: tensors ``ggufc.ptx.<architecture>`` (I8, text) and this description. Launches, slots
+and weights are shared with the CPU; a launch of kernel i runs the entries of ``kernels[i]``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+KEY = "ggufc.cuda"
+TENSOR = "ggufc.ptx"
+DIGEST = "ptx"
+MAX_GRID = 2**31 - 1
+"""Blocks of a one-dimensional grid; kernels step through their tiles, so a smaller grid computes them all."""
+
+
+class Factor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``mult * ceil(params[sym] / div)``; without a symbol ``mult``."""
+
+    sym: str = ""
+    div: int = 1
+    mult: int = 1
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A PTX function of ``block`` threads over the product of ``grid`` tiles; an empty grid: as many as the launch has on the CPU.
+
+    It runs when ``low <= params[sym] <= high`` (``high`` 0: no upper bound; no symbol: always).
+    """
+
+    symbol: str
+    block: int
+    grid: list[Factor] = []
+    sym: str = ""
+    low: int = 0
+    high: int = 0
+
+
+class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The entries that together do what one CPU kernel does, in order.
+
+    With ``extra_bytes`` they share extra memory of that many bytes per token and per ``extra_div`` entries of the cell list, and run over slices of the
+    tokens so that it stays within the runtime's budget.
+    """
+
+    signature: str
+    n_args: int
+    entries: list[Entry]
+    extra_bytes: int = 0
+    extra_div: int = 1
+
+
+class CudaManifest(msgspec.Struct, frozen=True):
+    """GPU code of an artifact: ``targets`` in ascending order, ``kernels`` in the order of the CPU manifest, PTX versions (80 for 8.0) and digests."""
+
+    targets: list[str]
+    ptx_versions: list[int]
+    sha256: list[str]
+    kernels: list[CudaKernel]
+
+
+def tiles(factors: list[Factor], env: dict[str, int]) -> int:
+    """Number of tiles for values of the symbols."""
+    total = 1
+    for f in factors:
+        total *= f.mult * (-(-env[f.sym] // f.div) if f.sym else 1)
+    return total
+
+
+def dumps(manifest: CudaManifest) -> str:
+    return msgspec.json.encode(manifest).decode()
+
+
+def loads(text: str | bytes) -> CudaManifest:
+    """Decode and type-check; raises ``msgspec.DecodeError`` on anything unexpected."""
+    return msgspec.json.decode(text, type=CudaManifest)
