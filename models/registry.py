@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ggufc.models.architecture import Architecture
 from ggufc.models.deepseek2 import DEEPSEEK2
+from ggufc.models.deepseek4 import DEEPSEEK4
 from ggufc.models.errors import ModelError
 from ggufc.models.gemma2 import GEMMA2
 from ggufc.models.gemma3 import GEMMA3
@@ -22,7 +23,7 @@ from ggufc.models.smollm3 import SMOLLM3
 from ggufc.models.weights import check_tensors
 
 ARCHITECTURES: dict[str, Architecture] = {
-    a.name: a for a in (LLAMA, DEEPSEEK2, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, OPENPANGU, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
+    a.name: a for a in (LLAMA, DEEPSEEK2, DEEPSEEK4, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, OPENPANGU, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
 }
 
 ARCH_KEY = "general.architecture"
