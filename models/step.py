@@ -33,7 +33,7 @@ is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: abso
 have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; rows an
 indexer keeps (0: as the model says); whether layers with a window cache the window's rows only."""
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _RANGES = {"mla": 3, "n_ctx_seq": 1 << 30, "dsa_top_k": 1 << 30}
 
 _PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")

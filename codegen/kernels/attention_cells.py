@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ggufc.codegen.emitter import I16, PTR, Emitter, Value
-from ggufc.codegen.kernels import cache
+from ggufc.codegen.kernels import cache, cache_blocks
+from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
 
 STEP = 16
 """Entries of the cell list per softmax step."""
@@ -53,9 +54,9 @@ class CellRows:
     def load(self, row: Value, i: Value, count: int) -> Value:
         """f32 lanes starting with value ``i`` of ``row``; lanes past ``count`` are zero."""
         e, b, lanes = self.e, self.e.b, self.e.target.lanes
-        if self.dtype == "q8_0":
-            block = e.at(row, b.udiv(i, e.i64(cache.Q8_0_VALUES)), cache.Q8_0_BYTES)
-            return cache.load_q8_0(e, lanes, block, b.urem(i, e.i64(cache.Q8_0_VALUES)), cache.q8_0_scale(e, block))
+        if self.dtype in BLOCKS:
+            block = e.at(row, b.udiv(i, e.i64(VALUES)), block_bytes(self.dtype))
+            return cache_blocks.load(e, self.dtype, lanes, block, b.urem(i, e.i64(VALUES)))
         return cache.load_f32(e, self.dtype, lanes, e.at(row, i, cache.SIZES[self.dtype]), count)
 
     def columns(self, first: Value, part: int, i: Value, count: int) -> list[Value]:

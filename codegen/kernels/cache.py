@@ -1,6 +1,6 @@
 """Rows of values in a storage type: how cache rows lie in memory, and conversion from and to f32 lanes.
 
-Storage types are ``f32 f16 bf16`` and ``q8_0`` (ggml's block: f16 scale max|x|/127, then 32 signed bytes; 34 bytes for 32 values).
+Storage types are ``f32 f16 bf16`` and the block types of ``cache_blocks``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from typing import ClassVar
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, I8, I16, I32, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import cache_blocks
+from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
 
-STORAGE = ("f32", "f16", "bf16", "q8_0")
+STORAGE = ("f32", "f16", "bf16", *BLOCKS)
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4}
-Q8_0_VALUES, Q8_0_BYTES = 32, 34
+Q8_0_VALUES, Q8_0_BYTES = VALUES, block_bytes("q8_0")
 
 
 def check_storage(dtype: str, row: int, what: str) -> None:
     """Refuse storage types without conversion code, and rows that are not whole blocks."""
     if dtype not in STORAGE:
         raise CodegenError(f"{what}: {dtype!r} is not a storage type for caches; use one of {', '.join(STORAGE)}")
-    if dtype == "q8_0" and row % Q8_0_VALUES:
-        raise CodegenError(f"{what}: q8_0 needs a multiple of {Q8_0_VALUES} values, not {row}; use an f16 cache for this model")
+    if dtype in BLOCKS and row % VALUES:
+        raise CodegenError(f"{what}: {dtype} needs a multiple of {VALUES} values, not {row}; use an f16 cache for this model")
 
 
 def row_bytes(dtype: str, row: int) -> int:
     """Bytes of ``row`` values."""
-    return row // Q8_0_VALUES * Q8_0_BYTES if dtype == "q8_0" else row * SIZES[dtype]
+    return row // VALUES * block_bytes(dtype) if dtype in BLOCKS else row * SIZES[dtype]
 
 
 def load_f32(e: Emitter, dtype: str, n: int, p: Value, count: int | None = None) -> Value:
@@ -60,9 +62,9 @@ def q8_0_scale(e: Emitter, block: Value) -> Value:
 
 def store_row(e: Emitter, dtype: str, row: int, source: Value, target: Value) -> None:
     """Convert ``row`` f32 values at ``source`` to storage at ``target``."""
-    if dtype == "q8_0":
-        with e.for_range(0, row // Q8_0_VALUES, name="block") as i:
-            _store_q8_0(e, e.at(source, i, 4 * Q8_0_VALUES), e.at(target, i, Q8_0_BYTES))
+    if dtype in BLOCKS:
+        with e.for_range(0, row // VALUES, name="block") as i:
+            cache_blocks.store(e, dtype, e.at(source, i, 4 * VALUES), e.at(target, i, block_bytes(dtype)))
         return
     n, size = e.target.lanes, SIZES[dtype]
     with e.for_range(0, row - row % n, n) as i:
@@ -71,21 +73,6 @@ def store_row(e: Emitter, dtype: str, row: int, source: Value, target: Value) ->
         i = row - row % n
         v = e.load_masked(F32, n, e.gep(source, 4 * i), row % n)
         e.store_masked(narrow(e, dtype, v), e.gep(target, size * i), row % n)
-
-
-def _store_q8_0(e: Emitter, source: Value, target: Value) -> None:
-    b, n = e.b, e.target.lanes
-    chunks = [e.load(vec(F32, n), e.gep(source, 4 * i)) for i in range(0, Q8_0_VALUES, n)]
-    largest = e.fabs(chunks[0])
-    for v in chunks[1:]:
-        largest = e.fmax(largest, e.fabs(v))
-    top = e.reduce(largest, "max")
-    e.store(e.f32_to_f16(b.fdiv(top, e.f32(127.0))), target)
-    inverse = b.select(b.fcmp_ordered(">", top, e.f32(0.0)), b.fdiv(e.f32(127.0), top), e.f32(0.0))
-    for i, v in enumerate(chunks):
-        # Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; the low byte of the sum is the quantised value.
-        shifted = b.fadd(b.fmul(v, e.splat(inverse, n)), e.const(v.type, 12582912.0))
-        e.store(b.trunc(b.bitcast(shifted, vec(I32, n)), vec(I8, n)), e.gep(target, 2 + i * n))
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_store_rows_rounds_to_nearest_even(loaded, spec):  # S65
 def test_refusals_name_the_way_out():
     with pytest.raises(CodegenError, match="f16 cache"):
         StoreRows(48, "q8_0")
-    with pytest.raises(CodegenError, match="q4_0"):
-        StoreRows(64, "q4_0")
+    with pytest.raises(CodegenError, match="q4_k"):
+        StoreRows(256, "q4_k")
     with pytest.raises(CodegenError, match="norm or neox"):
         RopeApply(64, 1, 64, "mrope")
