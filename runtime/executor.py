@@ -21,6 +21,7 @@ from .cpuinfo import physical_cores
 from .errors import RuntimeRefusal
 from .image import CodeImage
 from .memory import Region, align
+from .rows import CacheRows, HostPart
 from .team import Team
 
 CACHE_PAD = 256
@@ -82,6 +83,10 @@ class CacheBuffers:
     def view(self, name: str) -> np.ndarray:
         row, start = self.row_bytes[name], self.offsets[name]
         return self.memory.bytes[start : start + row * self.n_cells].reshape(self.n_cells, row)
+
+    def rows(self, name: str) -> CacheRows:
+        """The rows of one cache for state files and for moving cells: here in one part."""
+        return CacheRows(self.specs[name], [HostPart(self.view(name))])
 
     def clear(self, n_rows: int | None = None) -> None:
         """Zero the first ``n_rows`` rows of every cache (all by default); rows never written stay untouched memory."""

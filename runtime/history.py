@@ -75,12 +75,22 @@ class TokenHistory:
         """Nothing is known any more: cells may be shared, so a moved position concerns every sequence."""
         self._known.clear()
 
-    def common(self, tokens: Sequence[int], seq: int) -> int:
-        """Length of the longest prefix of ``tokens`` that is in the cells; at least one token is left over to evaluate."""
+    def restored(self, seq: int, tokens: Sequence[int]) -> None:
+        """The cells of ``seq`` came from a saved state, made of ``tokens`` where those are known."""
+        self._known.pop(seq, None)
+        positions = self._cells.list_of(seq).pos
+        if len(tokens) and len(positions) == len(tokens) and np.array_equal(positions, np.arange(len(tokens))):
+            self._known[seq] = [int(token) for token in tokens]
+
+    def tokens(self, seq: int) -> list[int]:
+        """Tokens of positions 0, 1, ... of a sequence that holds nothing else; empty where they are not known."""
         known = self._known.get(seq, [])
         positions = self._cells.list_of(seq).pos
-        if len(positions) != len(known) or not np.array_equal(positions, np.arange(len(known))):
-            return 0
+        return known if len(positions) == len(known) and np.array_equal(positions, np.arange(len(known))) else []
+
+    def common(self, tokens: Sequence[int], seq: int) -> int:
+        """Length of the longest prefix of ``tokens`` that is in the cells; at least one token is left over to evaluate."""
+        known = self.tokens(seq)
         n = min(len(known), len(tokens) - 1)
         if n <= 0:
             return 0

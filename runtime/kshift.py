@@ -114,9 +114,18 @@ def _freq_factors(rope: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) ->
     return np.asarray(given, np.float64)
 
 
-def check(caches: list[fmt.Cache]) -> None:
-    """Soft refusal, before anything changes, if the keys of an artifact cannot be shifted."""
+def check(caches: list[fmt.Cache], program: str = "eval") -> None:
+    """Soft refusal, before anything changes, if the keys of an artifact cannot be shifted.
+
+    The manifest describes the rotation of the plain program; a variant for another context size rotates by other factors.
+    """
     for cache in caches:
+        if "@" in program and cache.rope.get("freq_factors"):
+            raise RuntimeRefusal(
+                f"positions cannot be moved: the artifact does not say how {program} rotates the keys of cache {cache.name}; turn context "
+                "shift off or use a smaller n_ctx",
+                soft=True,
+            )
         if cache.part != "k" or not cache.rope:
             continue
         mode = cache.rope.get("mode")

@@ -141,9 +141,33 @@ class KVCells:
         where = slice(start, start + n)
         if (self.pos[where] >= 0).any() or start + n > self.size:
             raise RuntimeRefusal(f"cells {start} to {start + n - 1} are not free; this is a defect of ggufc, please report it")
+        self._occupy(where, np.arange(start, start + n, dtype=np.int32), pos, seqs)
+        self.head = start + n if start + n < self.size else 0
+
+    def insert_at(self, cells: np.ndarray, pos: np.ndarray, seqs: Sequence[Sequence[int]] | np.ndarray) -> None:
+        """As ``insert``, into the free cells i32 [n] got from ``place``, which need not be neighbours."""
+        if len(cells) == 0:
+            return
+        if (self.pos[cells] >= 0).any():
+            raise RuntimeRefusal("a cell to restore into is not free; this is a defect of ggufc, please report it")
+        self._occupy(cells, cells, pos, seqs)
+        self.head = int(cells[-1]) + 1 if int(cells[-1]) + 1 < self.size else 0
+
+    def place(self, n: int) -> np.ndarray | None:
+        """Free cells i32 [n] for ``insert_at``: neighbours where there are any, else scattered; None if fewer are free. Changes nothing."""
+        if n > self.size - self.used:
+            return None
+        occupied = self.pos >= 0
+        start = _first_run(occupied, self.head, n) if n else 0
+        if start is not None:
+            return np.arange(start, start + n, dtype=np.int32)
+        return np.flatnonzero(~occupied)[:n].astype(np.int32)
+
+    def _occupy(self, where: slice | np.ndarray, cells: np.ndarray, pos: np.ndarray, seqs: Sequence[Sequence[int]] | np.ndarray) -> None:
+        """Enter tokens into free cells; ``where`` and ``cells`` name the same cells."""
+        n = len(pos)
         self.pos[where] = pos
         self.delta[where] = 0
-        cells = np.arange(start, start + n, dtype=np.int32)
         if isinstance(seqs, np.ndarray):
             self._owners[where] = 1
             first = int(seqs[0])
@@ -162,9 +186,35 @@ class KVCells:
                 self._owners[cells[mine]] += 1
                 self._lists[seq].add(cells[mine], pos[mine])
         self.used += n
-        self._top = max(self._top, start + n)
+        self._top = max(self._top, int(cells[-1]) + 1)
         self.n_written = max(self.n_written, self._top)
-        self.head = start + n if start + n < self.size else 0
+
+    def holes(self) -> float:
+        """Share of free cells in the visible length: 0 for a dense cache."""
+        return 1.0 - self.used / self.n_kv()
+
+    def defrag(self) -> tuple[np.ndarray, np.ndarray]:
+        """Fill free cells from the front with occupied ones from the end; positions, owners and pending rotations move along.
+
+        Returns the cells i32 (source, destination) whose rows must be moved in every cache; the two share no cell. Every sequence keeps its
+        order, so nothing a token sees changes.
+        """
+        occupied = self.pos >= 0
+        dst = np.flatnonzero(~occupied[: self.used]).astype(np.int32)
+        src = (self.used + np.flatnonzero(occupied[self.used :])).astype(np.int32)[::-1].copy()
+        if len(src):
+            for values, free in ((self.pos, FREE), (self.delta, 0), (self._owners, 0)):
+                values[dst] = values[src]
+                values[src] = free
+            self.member[:, dst] = self.member[:, src]
+            self.member[:, src] = False
+            new = np.arange(self.size, dtype=np.int32)
+            new[src] = dst
+            for entries in self._lists:
+                entries.cells[:] = new[entries.cells]
+        self._top = self.used
+        self.head = self.used if self.used < self.size else 0
+        return src, dst
 
     def n_kv(self) -> int:
         """Visible length: highest occupied cell + 1, padded; at least one pad, at most the cache."""

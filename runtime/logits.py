@@ -6,6 +6,7 @@ array by array. Unknown options and steps are refused by name before anything ru
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "seq_rm": ("seq", "p0", "p1"),
     "seq_cp": ("src", "dst", "p0", "p1"),
     "seq_add": ("seq", "p0", "p1", "delta"),
+    "seq_div": ("seq", "p0", "p1", "k"),
+    "seq_keep": ("seq",),
     "clear": (),
+    "state_save": ("file", "seq"),
+    "state_load": ("file", "seq"),
 }
 """Steps and the fields they need; cache operations may give them as ``args`` in this order."""
 
-_LATER_WORDS = (
-    "state_save state_load mtp_warmup mtp_update mtp_draft mtp_rm mtp rows tgt trm ckpt_init ckpt_save ckpt_restore ckpt_discard "
-    "draft dappend drm"
-)
+_LATER_WORDS = "mtp_warmup mtp_update mtp_draft mtp_rm mtp rows tgt trm ckpt_init ckpt_save ckpt_restore ckpt_discard draft dappend drm"
 _LATER_STEPS = frozenset(_LATER_WORDS.split())
 
 
@@ -81,10 +83,11 @@ def run_case(session_factory: Callable[[dict[str, Any]], Session], case: Mapping
     """
     check_case(case)
     results: dict[str, np.ndarray] = {}
+    states: dict[str, bytes] = {}
     with session_factory(dict(case.get("options", {}))) as session:
         for index, step in enumerate(case["steps"]):
             try:
-                logits = _run_step(session, step, Path(folder))
+                logits = _run_step(session, step, Path(folder), states)
             except RuntimeRefusal as refusal:
                 raise RuntimeRefusal(f"step {index} ({step['op']}) of the case: {refusal}", soft=refusal.soft) from None
             if logits is not None:
@@ -92,14 +95,18 @@ def run_case(session_factory: Callable[[dict[str, Any]], Session], case: Mapping
     return results
 
 
-def _run_step(session: Session, step: Mapping[str, Any], folder: Path) -> np.ndarray | None:
+def _run_step(session: Session, step: Mapping[str, Any], folder: Path, states: dict[str, bytes]) -> np.ndarray | None:
     op = step["op"]
     if op in ("decode", "decode_last"):
         return session.decode(step["tokens"], step.get("pos"), step.get("seq", 0), "all" if op == "decode" else "last")
     if op == "decode_embd":
         rows = _embeddings(folder, str(step["embd"]))
         return session.decode(None, _text_positions(step.get("pos"), len(rows)), step.get("seq", 0), "all", embd=rows)
-    values = [int(step[name]) for name in _FIELDS[op]] if all(name in step for name in _FIELDS[op]) else [int(v) for v in step["args"]]
+    given = [step[name] for name in _FIELDS[op]] if all(name in step for name in _FIELDS[op]) else step["args"]
+    if op in ("state_save", "state_load"):
+        _state(session, op, str(given[0]), int(given[1]), states)
+        return None
+    values = [int(v) for v in given]
     if op == "causal":
         session.causal = bool(values[0])
     elif op == "clear":
@@ -107,6 +114,18 @@ def _run_step(session: Session, step: Mapping[str, Any], folder: Path) -> np.nda
     else:
         getattr(session, op)(*values)
     return None
+
+
+def _state(session: Session, op: str, name: str, seq: int, states: dict[str, bytes]) -> None:
+    """Save to or load from the "file" ``name``, which lives as long as the case runs; a negative ``seq`` is the whole context."""
+    if op == "state_load":
+        if name not in states:
+            raise RuntimeRefusal(f"no earlier step saved a state to {name!r}")
+        session.state_load(states[name], None if seq < 0 else seq)
+        return
+    file = io.BytesIO()
+    session.state_save(file, None if seq < 0 else seq)
+    states[name] = file.getvalue()
 
 
 def _embeddings(folder: Path, name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import kshift
+from . import kshift, programs, session_state
 from .artifact import Artifact
 from .batch import Batch, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
@@ -29,6 +29,7 @@ from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .generation import Generation
+    from .state_io import BlobSource, Target
     from .tokenizer import Tokenizer
 
 DEFAULT_N_CTX = 4096
@@ -70,18 +71,21 @@ class Session:
         self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
         self.causal = True
         self.graph_reuse = graph_reuse
+        self.sizes = {"n_ctx_seq": self.n_ctx // n_seq_max}
         self.stats = Statistics()
         try:
-            names = self.artifact.program_names
-            first = names[0] if names and _TOKEN_PROGRAM not in names else _TOKEN_PROGRAM
-            self._executor = Executor(self.artifact, first, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
+            bases = [programs.base_name(name) for name in self.artifact.program_names]
+            first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
+            chosen = programs.choose(self.artifact, first, self.sizes)
+            self._executor = Executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
         except BaseException:
             if self._owns_artifact:
                 self.artifact.close()
             raise
         self._executors = {first: self._executor}
         self.cells = KVCells(pad(self.n_ctx), n_seq_max, CACHE_PAD)
-        self._history = TokenHistory(self.cells)
+        self.history = TokenHistory(self.cells)
+        self._stale = ""
         self._closed = False
 
     # Text
@@ -188,8 +192,7 @@ class Session:
                 "n_ctx or a smaller batch",
                 soft=True,
             )
-        if cells.needs_shift:
-            kshift.apply(cells, executor.caches, _Tensors(self.artifact))
+        self.apply_shift()
         at = 0
         for start, n in zip(starts, counts):
             part = batch.part(at, at + n)
@@ -197,9 +200,9 @@ class Session:
             self._evaluate(executor, part, start, take)
             at += n
         if self.causal:
-            self._history.decoded(batch)
+            self.history.decoded(batch)
         else:
-            self._history.clear()  # what was stored depends on the tokens that followed
+            self.history.clear()  # what was stored depends on the tokens that followed
         self.stats.count(len(batch), time.perf_counter() - began)
 
     def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
@@ -227,22 +230,18 @@ class Session:
                 raise RuntimeRefusal(
                     f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
                 )
-        self.stats.count_graph(executor.program, self.graph_reuse)
-        if not self.graph_reuse:
+        if not self.stats.count_graph(executor.program.name, self.graph_reuse, self._stale):
             executor.rebind()
+        self._stale = ""
         executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start)
         if wanted:
             take(executor.output("logits"))
 
-    def _executor_for(self, program: str) -> Executor:
-        found = self._executors.get(program)
+    def _executor_for(self, base: str) -> Executor:
+        found = self._executors.get(base)
         if found is None:
-            if program not in self.artifact.program_names:
-                wants = "embeddings" if program == _EMBD_PROGRAM else "token ids"
-                raise RuntimeRefusal(
-                    f"this artifact has no program {program!r}, so it does not take {wants} as input; compile the model with it"
-                )
-            found = self._executors[program] = Executor(self.artifact, program, share=self._executor)
+            program = programs.choose(self.artifact, base, self.sizes)
+            found = self._executors[base] = Executor(self.artifact, program, share=self._executor)
         return found
 
     def keep_prefix(self, tokens: Sequence[int], seq: int = 0) -> int:
@@ -250,7 +249,7 @@ class Session:
 
         Returns the length of what is kept.
         """
-        common = self._history.common(tokens, seq)
+        common = self.history.common(tokens, seq)
         self.seq_rm(seq, common, -1)
         return common
 
@@ -301,7 +300,7 @@ class Session:
             raise RuntimeRefusal(
                 f"the context cannot be shifted: sequence {seq} holds nothing to drop after its first {n_keep} tokens", soft=True
             )
-        kshift.check(self.artifact.manifest.caches)
+        self._check_shift()
         self.seq_rm(seq, low, low + dropped)
         self.seq_add(seq, low + dropped, -1, -dropped)
         return dropped
@@ -311,31 +310,41 @@ class Session:
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Remove positions [p0, p1) of a sequence (all sequences if negative); negative bounds are open."""
         self.cells.seq_rm(seq, p0, p1)
-        self._history.removed(seq, p0, p1)
+        self.history.removed(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let ``dst`` share positions [p0, p1) of ``src``; no data is copied."""
         self.cells.seq_cp(src, dst, p0, p1)
-        self._history.copied(src, dst, p0, p1)
+        self.history.copied(src, dst, p0, p1)
 
     def seq_keep(self, seq: int) -> None:
         """Remove every other sequence."""
         self.cells.seq_keep(seq)
-        self._history.kept(seq)
+        self.history.kept(seq)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move positions [p0, p1) by ``delta``; stored keys are rotated before the next decode. Soft refusal if they cannot be."""
         if delta:
-            kshift.check(self.artifact.manifest.caches)
+            self._check_shift()
             self.cells.seq_add(seq, p0, p1, delta)
-            self._history.clear()
+            self.history.clear()
 
     def seq_div(self, seq: int, p0: int, p1: int, k: int) -> None:
         """Divide positions [p0, p1) by ``k``; as ``seq_add`` otherwise."""
         if k != 1:
-            kshift.check(self.artifact.manifest.caches)
+            self._check_shift()
             self.cells.seq_div(seq, p0, p1, k)
-            self._history.clear()
+            self.history.clear()
+
+    def apply_shift(self) -> None:
+        """Rotate the keys of cells whose positions have moved; ``decode`` and ``state_save`` do it when they must."""
+        if self.cells.needs_shift:
+            self._check_shift()
+            kshift.apply(self.cells, self._executor.caches, _Tensors(self.artifact))
+            self._stale = "keys were rotated"
+
+    def _check_shift(self) -> None:
+        kshift.check(self.artifact.manifest.caches, self._executor.program.name)
 
     def pos_min(self, seq: int = 0) -> int:
         """Smallest position of a sequence, -1 if empty."""
@@ -345,11 +354,41 @@ class Session:
         """Largest position of a sequence, -1 if empty."""
         return self.cells.pos_max(seq)
 
+    # State
+
+    def state_size(self, seq: int | None = None, partial: bool = False) -> int:
+        """Bytes that ``state_save`` would write."""
+        return session_state.size(self, seq, partial)
+
+    def state_save(self, target: Target, seq: int | None = None, partial: bool = False) -> int:
+        """Save the whole context, or one sequence, to a path or a binary file; returns the bytes written (``state_size``).
+
+        ``partial`` leaves out what dropping cells can undo: a checkpoint of a sequence that goes on in this session. A path appears whole
+        or not at all.
+        """
+        self._check_open()
+        return session_state.save(self, target, seq, partial)
+
+    def state_load(self, source: BlobSource, seq: int | None = None, partial: bool = False) -> int:
+        """Restore what ``state_save`` wrote (path, bytes or binary file); returns the number of restored cells.
+
+        A sequence's state fits any sequence; its cells need not be neighbours. The next logits have the bits of a run that was never
+        saved. RuntimeRefusal, naming both sides, for a blob that does not fit: then the destination is empty and every other sequence as
+        before; a refused partial state changes nothing.
+        """
+        self._check_open()
+        return session_state.load(self, source, seq, partial)
+
+    def restored(self, seq: int, tokens: Sequence[int]) -> None:
+        """Rows of ``seq`` (and of all others, if the whole context) have come from elsewhere; ``tokens`` as far as they are known."""
+        self.history.restored(seq, tokens)
+        self._stale = "state was restored"
+
     def reset(self) -> None:
         """Forget all sequences and zero the caches."""
         self._executor.caches.clear(self.cells.n_written)
         self.cells.clear()
-        self._history.clear()
+        self.history.clear()
 
     clear = reset
 

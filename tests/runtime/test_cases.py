@@ -63,6 +63,26 @@ def test_cache_steps_in_both_forms(run, form):
     assert np.abs(got["e"][0] - fake_model.reference(TOKENS[:4], [2, 3, 4, 5], 3)).max() < 5e-3
 
 
+@pytest.mark.parametrize("form", ["named", "args"])
+def test_state_steps_continue_in_another_sequence(run, form):  # S8
+    def step(op: str, seq: int) -> dict:
+        return {"op": op, "file": "st.bin", "seq": seq} if form == "named" else {"op": op, "args": ["st.bin", str(seq)]}
+
+    got = run(
+        [
+            decode("a", TOKENS[:6], 0),
+            step("state_save", 0),
+            decode("b", TOKENS[20:24], 6),
+            step("state_load", 1),
+            decode("c", TOKENS[6:9], 6, seq=1),
+            step("state_load", 0),
+            decode("d", TOKENS[6:9], 6),
+        ]
+    )
+    assert np.array_equal(got["c"], expected(TOKENS[:9], [6, 7, 8]))
+    assert np.array_equal(got["d"], got["c"])
+
+
 def test_embeddings_and_the_causal_flag(run, tmp_path):
     np.save(tmp_path / "img.npy", np.array([[60.0, 61.0], [70.0, 72.0]], np.float32))
     steps = [
@@ -85,7 +105,8 @@ def test_embeddings_and_the_causal_flag(run, tmp_path):
         ([], {"n_gpu_layers": 3}, "'n_gpu_layers'"),
         ([], {"mtp": 1}, "'mtp' .* not supported by this version"),
         ([{"op": "teleport"}], {}, "'teleport'"),
-        ([{"op": "state_save", "file": "x", "seq": 0}], {}, r"step 0 \(state_save\)"),
+        ([{"op": "state_load", "file": "x", "seq": 0}], {}, r"step 0 \(state_load\).*no earlier step"),
+        ([{"op": "state_save", "seq": 0}], {}, "lacks file"),
         ([decode("a", [100], 0), {"op": "mtp_draft"}], {}, r"step 1 \(mtp_draft\)"),
         ([{"op": "decode", "name": "a"}], {}, "lacks tokens"),
         ([{"op": "seq_rm", "seq": 0}], {}, "lacks p0, p1"),

@@ -1,0 +1,120 @@
+"""State of a session to and from files: which blob, what becomes of the sequences, what a refusal leaves behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import state, state_load
+from .errors import RuntimeRefusal
+from .state_io import BlobSource, CountingSink, FileSink, Sink, Source, Target, open_source, open_target
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+def _check(session: Session, seq: int | None, partial: bool, what: str) -> None:
+    if seq is not None:
+        session.cells.list_of(seq)  # refuses an id that does not exist
+    elif partial:
+        raise RuntimeRefusal(f"{what}: a partial state belongs to one sequence; give its id")
+
+
+def _write(session: Session, sink: Sink, seq: int | None, partial: bool) -> None:
+    cells, store = session.cells, session.executor.caches
+    n_layer = session.artifact.manifest.n_layer
+    tokens = session.history.tokens(0 if seq is None else seq)
+    if seq is None:
+        state.write_session(sink, session.artifact.manifest.arch, tokens, cells, store, n_layer)
+    elif partial:
+        state.write_partial(sink, seq, tokens, cells, store, n_layer)
+    else:
+        state.write_sequence(sink, seq, tokens, cells, store, n_layer)
+
+
+def size(session: Session, seq: int | None, partial: bool) -> int:
+    """Bytes ``save`` would write, from the same writer."""
+    _check(session, seq, partial, "state_size")
+    sink = CountingSink()
+    _write(session, sink, seq, partial)
+    return sink.size
+
+
+def save(session: Session, target: Target, seq: int | None, partial: bool) -> int:
+    """Write the state; returns the bytes written. Pending rotations are applied first: rows are saved as they will be read."""
+    _check(session, seq, partial, "state_save")
+    state.layer_table(session.executor.caches, session.artifact.manifest.n_layer)
+    session.apply_shift()
+    with open_target(target) as file:
+        sink = FileSink(file)
+        _write(session, sink, seq, partial)
+    return sink.size
+
+
+def load(session: Session, blob: BlobSource, seq: int | None, partial: bool) -> int:
+    """Restore a state; returns the number of cells the restored sequence or context has.
+
+    A blob that does not fit empties the destination (the sequence, or the whole cache) and nothing else; a partial one changes nothing.
+    """
+    _check(session, seq, partial, "state_load")
+    with open_source(blob) as source:
+        if partial and seq is not None:
+            return _load_partial(session, source, seq)
+        try:
+            return _load_context(session, source) if seq is None else _load_sequence(session, source, seq)
+        except BaseException:
+            if seq is None:
+                session.reset()
+            else:
+                session.seq_rm(seq)
+            raise
+
+
+def _load_context(session: Session, source: Source) -> int:
+    manifest, store = session.artifact.manifest, session.executor.caches
+    blob = state_load.parse_session(source, manifest.arch, session.cells, store, manifest.n_layer)
+    session.reset()
+    where = np.arange(len(blob.pos), dtype=np.int32)
+    if len(where):
+        session.cells.insert_at(where, blob.pos, blob.ids or [])
+        state_load.restore(source, blob, where, store)
+    session.restored(0, blob.tokens)
+    return len(where)
+
+
+def _load_sequence(session: Session, source: Source, seq: int) -> int:
+    manifest, store, cells = session.artifact.manifest, session.executor.caches, session.cells
+    blob = state_load.parse_sequence(source, cells, store, manifest.n_layer)
+    session.seq_rm(seq)
+    where = cells.place(len(blob.pos))
+    if where is None:
+        raise RuntimeRefusal(
+            f"{source.name}: no room for {len(blob.pos)} cells: {cells.used} of {cells.size} are in use by other sequences; free some "
+            "(seq_rm), or use a larger n_ctx",
+            soft=True,
+        )
+    if len(where):
+        cells.insert_at(where, blob.pos, np.full(len(where), seq, np.int32))
+        state_load.restore(source, blob, where, store)
+    session.restored(seq, blob.tokens)
+    return len(where)
+
+
+def _load_partial(session: Session, source: Source, seq: int) -> int:
+    """Rows are in the cells still: the sequence is cut where it was saved, and its cells stay where they are."""
+    cells, store = session.cells, session.executor.caches
+    blob = state_load.parse_sequence(source, cells, store, session.artifact.manifest.n_layer, partial=True)
+    pos = cells.list_of(seq).pos
+    kept = int(np.searchsorted(pos, blob.last, side="right"))
+    ends = int(pos[kept - 1]) if kept else -1
+    if kept != blob.n_cells or ends != blob.last:
+        raise RuntimeRefusal(
+            f"{source.name}: the partial state ends at position {blob.last} after {blob.n_cells} cells, sequence {seq} has {kept} cells "
+            f"up to {ends}; evaluate its tokens again, or load a full state"
+        )
+    known = session.history.tokens(seq)[: len(blob.tokens)]
+    if known != blob.tokens[: len(known)]:
+        raise RuntimeRefusal(f"{source.name}: the partial state was saved after other tokens than sequence {seq} holds; load a full state")
+    session.seq_rm(seq, blob.last + 1, -1)
+    return kept
