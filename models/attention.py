@@ -141,8 +141,9 @@ def decoded(b: Builder, values: Node, name: str) -> Node:
     return b.add("cast", values, name=f"{name}.f32", dtype="f32") if values.type.quantised else values
 
 
-def weighted_values(b: Builder, q: Node, kk: Node, vv: Node, i: int) -> Node:
-    """Softmax attention of q [D, H, T] over keys [D, KV, G] and transposed values [KV, Dv, G] -> [Dv, T, H].
+def weighted_values(b: Builder, q: Node, kk: Node, vv: Node, i: int, mask: Node | None = None) -> Node:
+    """Softmax attention of q [D, H, T] over keys [D, KV, G] and transposed values [KV, Dv, G] -> [Dv, T, H], under ``mask`` [KV, T] or
+    the layer's own.
 
     With a bound of the scores the scale comes before it and so cannot be left to the softmax.
     """
@@ -154,7 +155,8 @@ def weighted_values(b: Builder, q: Node, kk: Node, vv: Node, i: int) -> Node:
         scores = b.add("softcap", scores, name=f"{name}.kq_capped", cap=layer.softcap)
         scale = 1.0
     sinks = [b.vector(f"{name}.attn_sinks.weight")] if b.has(f"{name}.attn_sinks.weight") else []
-    p = b.add("soft_max", scores, b.kq_mask(layer.window), *sinks, name=f"{name}.kq_soft_max", scale=scale)
+    mask = b.kq_mask(layer.window) if mask is None else mask
+    p = b.add("soft_max", scores, mask, *sinks, name=f"{name}.kq_soft_max", scale=scale)
     return b.add("mul_mat", vv, p, name=f"{name}.kqv")
 
 

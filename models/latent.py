@@ -18,7 +18,7 @@ transposition is a weight-only subgraph that the hoisting pass evaluates at comp
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node
@@ -71,12 +71,23 @@ def latent_attention_tensors(hp: HParams, i: int, present: Container[str]) -> It
     yield TensorSpec(f"{name}.attn_output.weight", (h * m.n_value, e))
 
 
-def latent_attention(b: Builder, x: Node, i: int, *, rows: Node | None = None) -> Node:
-    """Latent attention of layer ``i`` on the normed input x [E, T] -> [E, T], or [E, O] when ``rows`` selects the wanted tokens."""
-    with b.block(f"blk.{i}.attn", LATENT_ATTENTION_NODES):
-        q_nope, q_rope = _queries(b, x, i)
+Select = Callable[[Node, Node], Node | None]
+"""``select(x, q_latent)``: the mask [KV, T] that a layer attends under, None for its own; from its normed input and the queries' latent."""
+
+
+def latent_attention(
+    b: Builder, x: Node, i: int, *, rows: Node | None = None, select: Select | None = None, select_nodes: int = 0
+) -> Node:
+    """Latent attention of layer ``i`` on the normed input x [E, T] -> [E, T], or [E, O] when ``rows`` selects the wanted tokens.
+
+    ``select``, which adds at most ``select_nodes`` nodes, narrows what the tokens see.
+    """
+    with b.block(f"blk.{i}.attn", LATENT_ATTENTION_NODES + select_nodes):
+        latent = _query_latent(b, x, i)
+        q_nope, q_rope = _queries(b, latent, i)
         c, kp = _cell(b, x, i)
-        o = (_absorbed if absorbed(b.step) else _decompressed)(b, q_nope, q_rope, c, kp, i)
+        mask = select(x, latent) if select is not None else None
+        o = (_absorbed if absorbed(b.step) else _decompressed)(b, q_nope, q_rope, c, kp, i, mask)
         o = join_heads(b, o, i)
         if rows is not None:
             o = b.add("get_rows", o, rows, name=f"blk.{i}.attn_rows")
@@ -90,13 +101,16 @@ def _latent(hp: HParams, i: int) -> LatentParams:
     return latent
 
 
-def _queries(b: Builder, x: Node, i: int) -> tuple[Node, Node]:
+def _query_latent(b: Builder, x: Node, i: int) -> Node:
+    """The queries' normed latent [q_rank, T]; x itself where queries are projected directly."""
+    name = f"blk.{i}.attn_q_a"
+    return b.rms_norm(b.linear(x, name), f"{name}_norm") if _latent(b.hp, i).q_rank else x
+
+
+def _queries(b: Builder, latent: Node, i: int) -> tuple[Node, Node]:
     """The plain part [n_nope, H, T] (a view) and the rotated part [n_rot, H, T] of the queries."""
     name, layer, m = f"blk.{i}.attn_q", b.hp.layers[i], _latent(b.hp, i)
-    if m.q_rank:
-        q = b.linear(b.rms_norm(b.linear(x, f"{name}_a"), f"{name}_a_norm"), f"{name}_b")
-    else:
-        q = b.linear(x, name)
+    q = b.linear(latent, f"{name}_b" if m.q_rank else name)
     q = b.add("reshape", q, name=f"{name}.heads", ne=(layer.head_dim, layer.n_head, b.step.T))
     q_nope, q_rope = b.parts(q, (m.n_nope, m.n_rot), (f"{name}_nope", f"{name}_rope.plain"))
     return q_nope, rotate(b, q_rope, layer, f"{name}_rope")
@@ -111,7 +125,7 @@ def _cell(b: Builder, x: Node, i: int) -> tuple[Node, Node]:
     return b.rms_norm(c, f"{name}_norm"), rotate(b, kp, b.hp.layers[i], f"blk.{i}.attn_k_rope")
 
 
-def _absorbed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int) -> Node:
+def _absorbed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int, mask: Node | None) -> Node:
     """Attention of absorbed queries over rows [c | kp], values being their latents -> [n_value, T, H]."""
     name, m, step = f"blk.{i}", _latent(b.hp, i), b.step
     kp = b.add("reshape", kp, name=f"{name}.attn_k_rope.row", ne=(m.n_rot, step.T))
@@ -129,10 +143,10 @@ def _absorbed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int)
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(m.row, step.KV, 1), nb=(1, m.row, m.row), offset=0)
     latents = decoded(b, keys, f"{name}.k")
     vv = b.add("view", latents, name=f"{name}.k.latents", ne=(step.KV, m.rank, 1), nb=(m.row, 1, m.row), offset=0)
-    return b.add("mul_mat", _value_matrices(b, i), weighted_values(b, q, kk, vv, i), name=f"{name}.attn_v_b")
+    return b.add("mul_mat", _value_matrices(b, i), weighted_values(b, q, kk, vv, i, mask), name=f"{name}.attn_v_b")
 
 
-def _decompressed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int) -> Node:
+def _decompressed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int, mask: Node | None) -> Node:
     """Attention over the keys and values of each head -> [n_value, T, H]."""
     name, layer, m, step = f"blk.{i}", b.hp.layers[i], _latent(b.hp, i), b.step
     h, d, v_width = layer.n_head, layer.head_dim, layer.n_head * m.n_value
@@ -154,7 +168,7 @@ def _decompressed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: 
     values = decoded(b, store(b, v, i, "v"), f"{name}.v")
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(d, step.KV, h), nb=(1, layer.kv_width, d), offset=0)
     vv = b.add("view", values, name=f"{name}.v.view", ne=(step.KV, m.n_value, h), nb=(v_width, 1, m.n_value), offset=0)
-    return weighted_values(b, b.add("concat", q_nope, q_rope, name=f"{name}.attn_q.whole", dim=0), kk, vv, i)
+    return weighted_values(b, b.add("concat", q_nope, q_rope, name=f"{name}.attn_q.whole", dim=0), kk, vv, i, mask)
 
 
 def _key_matrices(b: Builder, i: int) -> Node:

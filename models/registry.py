@@ -12,6 +12,7 @@ from ggufc.models.errors import ModelError
 from ggufc.models.gemma2 import GEMMA2
 from ggufc.models.gemma3 import GEMMA3
 from ggufc.models.glm4moe import GLM4MOE
+from ggufc.models.glm_dsa import GLM_DSA
 from ggufc.models.gpt_oss import GPT_OSS
 from ggufc.models.llama import LLAMA
 from ggufc.models.model import Model
@@ -22,9 +23,11 @@ from ggufc.models.qwen3 import QWEN3, QWEN3MOE
 from ggufc.models.smollm3 import SMOLLM3
 from ggufc.models.weights import check_tensors
 
-ARCHITECTURES: dict[str, Architecture] = {
-    a.name: a for a in (LLAMA, DEEPSEEK2, DEEPSEEK4, GEMMA2, GEMMA3, GLM4MOE, GPT_OSS, OPENPANGU, PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3)
-}
+_FAMILIES = (
+    LLAMA, DEEPSEEK2, DEEPSEEK4, GEMMA2, GEMMA3, GLM4MOE, GLM_DSA, GPT_OSS, OPENPANGU,
+    PHI3, QWEN2, QWEN3, QWEN3MOE, SMOLLM3,
+)  # fmt: skip
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in _FAMILIES}
 
 ARCH_KEY = "general.architecture"
 

@@ -25,16 +25,19 @@ OPTIONS: dict[str, Value] = {
     "mla": 3,
     "n_ctx_seq": 0,
     "idx_type_k": "f16",
+    "dsa": False,
     "dsa_top_k": 0,
+    "fidx": True,
     "swa_compress": False,
 }
 """Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input; how latent attention
 is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence may
-have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; rows an
-indexer keeps (0: as the model says); whether layers with a window cache the window's rows only."""
+have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; whether
+layers read only what an indexer chooses, where that is a choice; rows an indexer keeps (0 or -1: as the model says); whether passes may
+fuse an indexer's scores and choice; whether layers with a window cache the window's rows only."""
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-_RANGES = {"mla": 3, "n_ctx_seq": 1 << 30, "dsa_top_k": 1 << 30}
+_RANGES = {"mla": (0, 3), "n_ctx_seq": (0, 1 << 30), "dsa_top_k": (-1, 1 << 30)}
 
 _PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")
 _COMPARE = {
@@ -125,6 +128,7 @@ def _checked(name: str, value: Value) -> Value:
         raise ModelError(f"builder option {name!r} must be a {type(OPTIONS[name]).__name__}, not {value!r}")
     if name in ("type_k", "type_v", "idx_type_k") and value not in CACHE_TYPES:
         raise ModelError(f"builder option {name!r}: a cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
-    if name in _RANGES and not 0 <= int(value) <= _RANGES[name]:
-        raise ModelError(f"builder option {name!r} is {value}; it must lie between 0 and {_RANGES[name]}")
-    return value
+    if name in _RANGES and not _RANGES[name][0] <= int(value) <= _RANGES[name][1]:
+        raise ModelError(f"builder option {name!r} is {value}; it must lie between {_RANGES[name][0]} and {_RANGES[name][1]}")
+    # The command line of another engine says -1 for "as the model says".
+    return 0 if name == "dsa_top_k" and int(value) < 0 else value
