@@ -50,10 +50,18 @@ class Compressor:
         return 2 * self.ratio if self.overlap else self.ratio
 
     def tensors(self, n_embd: int) -> Iterator[TensorSpec]:
-        for part, ne in (("kv", (n_embd, self.row)), ("gate", (n_embd, self.row)), ("ape", (self.row, self.ratio)), ("norm", (self.width,))):
+        """The compressor's tensors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "kv": (n_embd, self.row),
+            "gate": (n_embd, self.row),
+            "ape": (self.row, self.ratio),
+            "norm": (self.width,),
+        }
+        for part, ne in shapes.items():
             yield TensorSpec(f"{self.stem}_{part}.weight", ne)
 
     def caches(self) -> Iterator[CacheInfo]:
+        """The rings, f32."""
         for part in ("ring_kv", "ring_score"):
             name = f"{self.state}{part}"
             yield CacheInfo(name, self.layer, name.split(".")[-1], "f32", self.row, self.row, 0, {}, f"{self.ring}*S+1")
@@ -78,8 +86,7 @@ def entry_input(b: Builder, kind: str, ratio: int) -> Node:
 
 def rotate_tail(b: Builder, x: Node, positions: Node, rope: RopeParams, name: str, *, inverse: bool = False) -> Node:
     """x [D, H, N] with the last ``rope.n_dims`` values of every head turned; contiguous."""
-    d, heads, n = x.type.ne
-    plain = d - rope.n_dims
+    plain = int(x.type.ne[0]) - rope.n_dims  # type: ignore[arg-type]
     attrs = rope.attrs() | {"inverse": inverse}
     if not plain:
         return b.add("rope", x, positions, name=name, **attrs)

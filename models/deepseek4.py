@@ -101,7 +101,7 @@ def caches(hp: HParams, weights: Weights, step: Step) -> Iterator[CacheInfo]:
 
 
 def check_cache_types(step: Step) -> tuple[str, str]:
-    """Types of keys and indexer keys; raises ``ModelError`` for one the family does not have. The V type is ignored: there is no V cache."""
+    """Types of keys and indexer keys; raises ``ModelError`` for one the family does not have. Without a V cache its type is ignored."""
     for option in ("type_k", "idx_type_k"):
         if step.observe(option) not in CACHE_TYPES:
             raise ModelError(f"builder option {option!r} is {step.observe(option)!r}; {ARCH} supports only {', '.join(CACHE_TYPES)}")

@@ -11,8 +11,11 @@ Ratio 0 reads raw rows only; 128 (HCA) also every complete entry; 4 (CSA) the en
 from __future__ import annotations
 
 import math
+from collections.abc import Container
+from typing import Any
 
 from ggufc.ir import Node, Sym, TensorType
+from ggufc.ir.dims import IntDim
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
 from ggufc.models.compressor import COMPRESS_NODES, TAIL_NODES, Compressor, compress, entry_input, entry_symbols, rotate_tail
 from ggufc.models.deepseek4_hparams import (
@@ -43,15 +46,15 @@ def attention_nodes(layer: DeepSeek4Layer) -> int:
     return _FIXED_NODES + entries + (_INDEXER_NODES if layer.ratio == CSA else 0)
 
 
-def key_compressor(b_has: object, layer: DeepSeek4Layer, i: int) -> Compressor:
-    """The compressor of a layer's keys; ``b_has`` is any container of tensor names."""
-    stem = first_present(b_has, [f"blk.{i}.{s}" for s in COMPRESSOR_STEMS], "_kv.weight")
+def key_compressor(present: Container[str], layer: DeepSeek4Layer, i: int) -> Compressor:
+    """The compressor of a layer's keys under the tensor names that are present."""
+    stem = first_present(present, [f"blk.{i}.{s}" for s in COMPRESSOR_STEMS], "_kv.weight")
     return Compressor(stem, f"blk.{i}.", i, layer.ratio, layer.head_dim, layer.ratio == CSA)
 
 
-def index_compressor(b_has: object, hp: DeepSeek4Params, i: int) -> Compressor:
+def index_compressor(present: Container[str], hp: DeepSeek4Params, i: int) -> Compressor:
     """The compressor of a CSA layer's indexer keys."""
-    stem = first_present(b_has, [f"blk.{i}.{s}" for s in INDEXER_STEMS], "_kv.weight")
+    stem = first_present(present, [f"blk.{i}.{s}" for s in INDEXER_STEMS], "_kv.weight")
     return Compressor(stem, f"blk.{i}.indexer_", i, CSA, hp.n_index, True)
 
 
@@ -64,7 +67,8 @@ def attention(b: Builder, hp: DeepSeek4Params, x: Node, i: int, rows: Node | Non
         qr = b.rms_norm(b.linear(x, f"{name}.attn_q_a"), f"{name}.attn_q_a_norm")
         q = b.add("reshape", b.linear(qr, f"{name}.attn_q_b"), name=f"{name}.attn_q.heads", ne=(d, h, step.T))
         q = b.add("rms_norm", q, name=f"{name}.attn_q.rms", eps=hp.norm_eps)
-        q = b.add("permute", rotate_tail(b, q, b.positions, layer.rope, f"{name}.attn_q.rope"), name=f"{name}.attn_q.permuted", axes=(0, 2, 1))
+        q = rotate_tail(b, q, b.positions, layer.rope, f"{name}.attn_q.rope")
+        q = b.add("permute", q, name=f"{name}.attn_q.permuted", axes=(0, 2, 1))
         keys = [_read(b, _raw(b, x, layer, layer.rope, i), d, step.KV, f"{name}.k")]
         masks = [b.kq_mask(layer.window)]
         if layer.ratio in (CSA, HCA):
@@ -92,15 +96,13 @@ def _raw(b: Builder, x: Node, layer: DeepSeek4Layer, rope: RopeParams, i: int) -
 KEY_NAMES = ("attn_kv", "attn_kv_latent", "attn_kv_a_mqa")
 
 
-def _read(b: Builder, cache: Node, width: int, rows: Node | object, name: str) -> Node:
+def _read(b: Builder, cache: Node, width: int, rows: IntDim, name: str) -> Node:
     """Rows 0 .. rows-1 of a resource; block types decoded, since the same rows are read transposed as values."""
     view = b.add("view", cache, name=f"{name}.view", ne=(width, rows), nb=(1, width), offset=0)
     return b.add("cast", view, name=f"{name}.f32", dtype="f32") if view.type.quantised else view
 
 
-def _entries(
-    b: Builder, hp: DeepSeek4Params, x: Node, qr: Node, layer: DeepSeek4Layer, rope: RopeParams, i: int
-) -> tuple[Node, Node]:
+def _entries(b: Builder, hp: DeepSeek4Params, x: Node, qr: Node, layer: DeepSeek4Layer, rope: RopeParams, i: int) -> tuple[Node, Node]:
     """Compressed entries [D, V] of a layer after this batch's were written, and which of them each token reads [V, T]."""
     name, ratio = f"blk.{i}", layer.ratio
     rows, _, visible, _ = (Sym(s) for s in entry_symbols(ratio))
@@ -139,7 +141,7 @@ def _choice(b: Builder, hp: DeepSeek4Params, x: Node, qr: Node, mask: Node, rope
 def _weighted(b: Builder, q: Node, keys: list[Node], masks: list[Node], layer: DeepSeek4Layer, i: int) -> Node:
     """q [D, T, H] over all key blocks under one softmax, the keys being their own values -> [D, T, H]."""
     name = f"blk.{i}"
-    d, n, h = q.type.ne
+    _, n, h = q.type.ne
     parts = ("raw", "entries")
     scores = [b.add("mul_mat", k, q, name=f"{name}.kq.{part}") for k, part in zip(keys, parts)]
     s, mask = scores[0], masks[0]
@@ -150,7 +152,7 @@ def _weighted(b: Builder, q: Node, keys: list[Node], masks: list[Node], layer: D
     p = b.add("soft_max", s, mask, *sinks, name=f"{name}.kq_soft_max", scale=layer.attn_scale)
     total = p.type.ne[0]
     out: Node | None = None
-    offset: object = 0
+    offset: IntDim = 0
     for k, part in zip(keys, parts):
         rows = k.type.ne[1]
         weights = p
@@ -168,7 +170,8 @@ def _weighted(b: Builder, q: Node, keys: list[Node], masks: list[Node], layer: D
 def _output(b: Builder, hp: DeepSeek4Params, o: Node, i: int) -> Node:
     """Heads [D*H, N] group by group through ``attn_output_a``, all groups through ``attn_output_b`` -> [E, N]."""
     name = f"blk.{i}.attn_output"
-    width, n = o.type.ne
+    n = o.type.ne[1]
+    width = hp.layers[i].q_width
     groups, rank = output_groups(b.weights, hp, i)
     a = b.add("reshape", b.weight(f"{name}_a.weight"), name=f"{name}_a.matrices", ne=(width // groups, rank, groups))
     o = b.add("reshape", o, name=f"{name}.groups", ne=(width // groups, groups, n))
@@ -177,11 +180,11 @@ def _output(b: Builder, hp: DeepSeek4Params, o: Node, i: int) -> Node:
     return b.linear(b.add("reshape", o, name=f"{name}_a.joined", ne=(rank * groups, n)), f"{name}_b")
 
 
-def output_groups(tensors: object, hp: DeepSeek4Params, i: int) -> tuple[int, int]:
+def output_groups(tensors: Any, hp: DeepSeek4Params, i: int) -> tuple[int, int]:
     """Groups of heads and values per group; tensor shapes tell what keys leave out. ``tensors`` maps names to things with ``ne``."""
     layer = hp.layers[i]
     width = layer.n_head * layer.head_dim
-    shapes = {p: tuple(tensors[f"blk.{i}.attn_output_{p}.weight"].ne) for p in "ab"} if not (hp.groups and hp.output_rank) else {}  # type: ignore[index]
+    shapes = {p: tuple(tensors[f"blk.{i}.attn_output_{p}.weight"].ne) for p in "ab"} if not (hp.groups and hp.output_rank) else {}
     groups = hp.groups or width // max(1, int(shapes["a"][0]))
     rank = hp.output_rank or int(shapes["b"][0]) // max(1, groups)
     if not groups or layer.n_head % groups or not rank:

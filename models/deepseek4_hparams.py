@@ -85,7 +85,9 @@ def read(metadata: Mapping[str, Any]) -> DeepSeek4Params:
     keys = read_keys(DeepSeek4Keys, metadata, ARCH)
     heads = keys.n_head
     if not isinstance(heads, int) or keys.n_head_kv not in (None, 1):
-        raise ModelError(f"key {ARCH}.attention.head_count must be one number, and {ARCH}.attention.head_count_kv 1: all heads share one key")
+        raise ModelError(
+            f"key {ARCH}.attention.head_count must be one number, and {ARCH}.attention.head_count_kv 1: all heads share one key"
+        )
     d = keys.key_length or keys.n_embd // heads
     if (keys.value_length or d) != d:
         raise ModelError(f"key {ARCH}.attention.value_length is {keys.value_length}; values are the keys themselves, so it must be {d}")
@@ -96,7 +98,9 @@ def read(metadata: Mapping[str, Any]) -> DeepSeek4Params:
         raise ModelError(f"key {ARCH}.attention.indexer.key_length is {keys.n_index}; it must be a multiple of 32, at least {n_rot}")
     hadamard_block(keys.n_index)
     if keys.gating != SQRT_SOFTPLUS:
-        raise ModelError(f"key {ARCH}.expert_gating_func is {keys.gating}; this architecture scores by the root of softplus ({SQRT_SOFTPLUS})")
+        raise ModelError(
+            f"key {ARCH}.expert_gating_func is {keys.gating}; this architecture scores by the root of softplus ({SQRT_SOFTPLUS})"
+        )
     if not 1 <= keys.n_expert_used <= keys.n_expert:
         raise ModelError(f"key {ARCH}.expert_used_count is {keys.n_expert_used}; of {keys.n_expert} experts a token uses at least 1")
     if keys.n_predict >= keys.n_layer:
@@ -165,7 +169,7 @@ def with_tensors(hp: HParams, present: Container[str]) -> DeepSeek4Params:
     for i, layer in enumerate(hp.layers):
         compressed = any(f"blk.{i}.{stem}_kv.weight" in present for stem in COMPRESSOR_STEMS)
         ratio = CSA if f"blk.{i}.indexer.attn_q_b.weight" in present else HCA if compressed else 0
-        layers.append(msgspec.structs.replace(layer, ratio=ratio))  # type: ignore[call-arg]
+        layers.append(msgspec.structs.replace(layer, ratio=ratio))
     return _with_ropes(msgspec.structs.replace(hp, layers=tuple(layers)))
 
 

@@ -90,8 +90,8 @@ class Routing(msgspec.Struct, frozen=True):
     """How router scores choose and weigh experts.
 
     ``gate`` is what makes scores of the router's logits: ``softmax`` over all experts, ``sigmoid`` or ``sqrt_softplus`` of each, or
-    ``softmax_chosen``: the logits choose, and a softmax over the chosen ones alone weighs. ``normalise`` divides the chosen scores by their sum, ``scale``
-    multiplies them afterwards.
+    ``softmax_chosen``: the logits choose, and a softmax over the chosen ones alone weighs. ``normalise`` divides the chosen scores by
+    their sum, ``scale`` multiplies them afterwards.
     """
 
     gate: Literal["softmax", "softmax_chosen", "sigmoid", "sqrt_softplus"] = "softmax"

@@ -294,6 +294,63 @@ def _blend(draw: Draw, g: Graph, op: str) -> Node:
     return g.add(op, a, leaf(draw, g, ne=(2, a.type.ne[1]), dtype="i32"), value=draw(NUMBER))
 
 
+def _sinkhorn(draw: Draw, g: Graph, op: str) -> Node:
+    s = draw(SIZE)
+    return g.add(op, leaf(draw, g, ne=(s, s, draw(SIZE))), iterations=draw(st.integers(1, 3)), eps=draw(st.sampled_from([0.0, 1e-3])))
+
+
+def _gates(draw: Draw, g: Graph, s: int, tokens: int) -> Node:
+    return leaf(draw, g, ne=(s * s + 2 * s, tokens))
+
+
+def _hc_pre(draw: Draw, g: Graph, op: str) -> Node:
+    s = draw(SIZE)
+    m = _gates(draw, g, s, draw(SIZE))
+    return g.add(op, m, leaf(draw, g, ne=(3,)), leaf(draw, g, ne=m.type.ne[:1]), streams=s, iterations=2, eps=1e-3)
+
+
+def _hc_mix(draw: Draw, g: Graph, op: str) -> Node:
+    e, s, t = (draw(SIZE) for _ in range(3))
+    return g.add(op, leaf(draw, g, ne=(e, s, t)), leaf(draw, g, ne=(s + draw(st.integers(0, 2)), t)))
+
+
+def _hc_post(draw: Draw, g: Graph, op: str) -> Node:
+    e, s, t = (draw(SIZE) for _ in range(3))
+    return g.add(op, leaf(draw, g, ne=(e, s, t)), leaf(draw, g, ne=(e, t)), _gates(draw, g, s, t))
+
+
+def _tokens_of(g: Graph, a: Node) -> Node:
+    """``a`` [.., 1] repeated to T tokens."""
+    return g.add("repeat", a, ne=(*a.type.ne[:-1], T))
+
+
+def _indexer_topk(draw: Draw, g: Graph, op: str) -> Node:
+    i = inputs(g)
+    d, heads = draw(SIZE), draw(SIZE)
+    q, w = _tokens_of(g, leaf(draw, g, ne=(d, heads, 1))), _tokens_of(g, leaf(draw, g, ne=(heads, 1)))
+    keys = g.cache(f"c{len(g.nodes)}", tt(draw(PLAIN), d, C))
+    ties = draw(st.sampled_from(["lowest", "highest"]))
+    return g.add(op, q, w, keys, i["kv_cells"], i["visible"], k=draw(st.integers(1, 6)), ties=ties)
+
+
+def _mask_to_index(draw: Draw, g: Graph, op: str) -> Node:
+    i = inputs(g)
+    return g.add(op, g.add("kq_mask", i["kv_cells"], i["visible"], ne0=KV), k=draw(st.integers(5, 9)))
+
+
+def _list_spans(draw: Draw, g: Graph, op: str) -> Node:
+    return g.add(op, leaf(draw, g, ne=(draw(SIZE), draw(SIZE)), dtype="i32"))
+
+
+def _sparse_attn(draw: Draw, g: Graph, op: str) -> Node:
+    i = inputs(g)
+    d, heads = draw(SIZE), draw(SIZE)
+    q = _tokens_of(g, leaf(draw, g, ne=(d, heads, 1)))
+    k = g.cache(f"c{len(g.nodes)}", tt(draw(PLAIN), d, C))
+    extra = [leaf(draw, g, ne=(heads,)), leaf(draw, g, ne=(d, 8)), i["kv_cells"], i["visible"]][: draw(st.sampled_from([0, 1, 2, 4]))]
+    return g.add(op, q, k, i["kv_cells"], i["visible"], *extra, scale=draw(NUMBER), n_value=draw(st.integers(1, d)))
+
+
 def _ssm_conv(draw: Draw, g: Graph, op: str) -> Node:
     taps, channels, tokens = draw(SIZE), draw(SIZE), draw(SIZE)
     return g.add(op, leaf(draw, g, ne=(taps - 1 + tokens, channels)), leaf(draw, g, ne=(taps, channels)))
@@ -308,7 +365,8 @@ CASES: dict[str, Callable[[Draw, Graph, str], Node]] = {
     "flash_attn": _flash_attn, "rope": _rope, "rope_table": _rope_table, "rope_apply": _rope_apply, "reshape": _reshape, "view": _view,
     "permute": _permute, "transpose": _transpose, "cast": _cast, "concat": _concat, "repeat": _repeat, "fill": _fill,
     "set_rows": _set_rows, "cpy": _cpy, "get_rows": _get_rows, "argsort": _argsort, "top_k": _top_k, "blend": _blend,
-    "ssm_conv": _ssm_conv,
+    "ssm_conv": _ssm_conv, "sinkhorn": _sinkhorn, "hc_pre": _hc_pre, "hc_mix": _hc_mix, "hc_post": _hc_post,
+    "indexer_topk": _indexer_topk, "mask_to_index": _mask_to_index, "list_spans": _list_spans, "sparse_attn": _sparse_attn,
 }  # fmt: skip
 """One random case per operator."""
 

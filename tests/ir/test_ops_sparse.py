@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -97,3 +99,161 @@ def test_dimensions_with_several_terms_divide_their_multiples():
     for d, by in ((rest + 1, rest), (64, rest), (rest * 3, rest * 2), (Sym("T"), rest)):
         with pytest.raises(IRError, match=r"not a multiple|cannot be divided"):
             divide(d, by)
+
+
+def composed_gates(m, scale, base, s, iterations, eps):
+    """The gates of one token, written out."""
+    x = [float(v) for v in m]
+    sig = lambda v: 1 / (1 + math.exp(-v))  # noqa: E731
+    read = [sig(scale[0] * x[i] + base[i]) + eps for i in range(s)]
+    write = [2 * sig(scale[1] * x[s + i] + base[s + i]) for i in range(s)]
+    logits = [[scale[2] * x[2 * s + u * s + c] + base[2 * s + u * s + c] for c in range(s)] for u in range(s)]
+    c = [[math.exp(v) / sum(math.exp(w) for w in row) + eps for v in row] for row in logits]
+    for step in range(iterations):
+        if step:
+            c = [[v / (sum(row) + eps) for v in row] for row in c]
+        c = [[c[u][j] / (sum(c[w][j] for w in range(s)) + eps) for j in range(s)] for u in range(s)]
+    return read, write, c
+
+
+@pytest.mark.parametrize("tokens", [1, 14, 257])
+@pytest.mark.parametrize(("s", "iterations", "eps"), [(4, 20, 0.0), (2, 2, 1e-2)])
+def test_gates_of_hyper_connections(tokens, s, iterations, eps):  # S61, S86
+    m, scale, base = normal(tokens, s * s + 2 * s), normal(3), normal(s * s + 2 * s)
+    gates = apply("hc_pre", m, scale, base, streams=s, iterations=iterations, eps=eps)
+    for t in {0, tokens // 2, tokens - 1}:
+        read, write, c = composed_gates(m[t], scale, base, s, iterations, eps)
+        close(gates[t], [*read, *write, *np.ravel(c)], 1e-5)
+    matrix = gates[:, 2 * s :].reshape(-1, s, s)
+    if iterations == 20:
+        close(matrix.sum(axis=1), np.ones((tokens, s)), 1e-5)
+        assert np.abs(matrix.sum(axis=2) - 1).max() < 1e-2
+    x, y = normal(tokens, s, 6), normal(tokens, 6)
+    close(apply("hc_mix", x, gates), sum(gates[:, i, None] * x[:, i] for i in range(s)), 1e-5)
+    after = apply("hc_post", x, y, gates)
+    for c in range(s):
+        expected = gates[:, s + c, None] * y + sum(matrix[:, u, c, None] * x[:, u] for u in range(s))
+        close(after[:, c], expected, 1e-5)
+
+
+def test_sinkhorn_ends_on_columns_of_the_destination():
+    logits = normal(2, 3, 3)
+    m = apply("sinkhorn", logits, iterations=1)
+    close(m.sum(axis=1), np.ones((2, 3)))
+    assert np.abs(m.sum(axis=2) - 1).max() > 1e-2
+    assert np.abs(m - apply("sinkhorn", logits.swapaxes(1, 2), iterations=1).swapaxes(1, 2)).max() > 1e-2
+
+
+CELLS = np.array([4, 0, 6, 1, 3, 7, 2, 5, 2, 5, 6])
+VIS = np.array([[0, 0, 8], [0, 2, 5], [8, 0, 3], [8, 1, 1]])
+ASCENDING = np.array([0, 1, 2, 3, 4, 5, 6, 7, 2, 5, 6])
+
+
+@pytest.mark.parametrize("ties", ["lowest", "highest"])
+def test_choosing_rows_in_one_operator_equals_scores_mask_and_top_k(ties):  # S63
+    """Also among equal scores: closed heads make zeros common."""
+    q, w, keys = normal(4, 3, 8), normal(4, 3), normal(8, 8)
+    keys[5] = keys[2]
+    q[0] = -np.abs(q[0])
+    keys[[1, 4]] = np.abs(keys[[1, 4]])
+    chosen = apply("indexer_topk", q, w, keys, ASCENDING, VIS, k=4, ties=ties)
+    g = Graph("g")
+    nodes = {name: g.weight(name, tt("i32" if a.dtype.kind == "i" else "f32", *a.shape[::-1])) for name, a in
+             (("q", q), ("w", w), ("k", keys), ("cells", ASCENDING), ("vis", VIS))}  # fmt: skip
+    s = g.add("relu", g.add("mul_mat", nodes["k"], g.add("permute", nodes["q"], axes=(0, 2, 1))))
+    s = g.add("mul", s, g.add("permute", g.add("reshape", nodes["w"], ne=(1, 3, 4)), axes=(0, 2, 1)))
+    s = g.add("sum_rows_ext", s, dim=2)
+    mask = g.add("kq_mask", nodes["cells"], nodes["vis"], ne0=8)
+    top = g.add("top_k", g.add("add", g.add("reshape", s, ne=(8, 4)), mask), k=4, ties=ties)
+    composed = run(g, top, {"q": q, "w": w, "k": keys, "cells": ASCENDING, "vis": VIS})
+    for t, (base, lo, hi) in enumerate(VIS):
+        n = min(4, hi - lo)
+        assert chosen[t, :n].tolist() == composed[t, :n].tolist()
+        assert (chosen[t, n:] == -1).all() and set(chosen[t, :n]) <= set(ASCENDING[base + lo : base + hi])
+
+
+def test_choice_follows_the_list_not_the_place_of_a_row():
+    """Moving rows and renaming them in the list moves the choice along: placement cannot matter."""
+    q, w, keys = normal(4, 3, 8), normal(4, 3), normal(8, 8)
+    keys[5] = keys[2]
+    where = np.array([3, 7, 0, 6, 1, 2, 5, 4])
+    moved = np.empty_like(keys)
+    moved[where] = keys
+    a = apply("indexer_topk", q, w, keys, CELLS, VIS, k=3)
+    b = apply("indexer_topk", q, w, moved, where[CELLS], VIS, k=3)
+    assert np.array_equal(np.where(a < 0, -1, where[a]), b)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+def test_attention_over_listed_rows_equals_masked_attention(dtype):  # S56: rows with 0, 1 and all columns visible
+    d, h, n = 32, 3, 8
+    q, rows, more, sinks = normal(4, h, d), normal(n, d), normal(3, d), normal(h)
+    g = Graph("g", symbols=SYMBOLS)
+    weight = lambda name, a, kind="f32": g.weight(name, tt(kind, *a.shape[::-1]))  # noqa: E731
+    qn, kn, mn, sn = weight("q", q), weight("k", rows, dtype), weight("more", more), weight("sinks", sinks)
+    cells, vis = weight("cells", CELLS, "i32"), weight("vis", VIS, "i32")
+    values = {"q": q, "k": rows, "more": more, "sinks": sinks, "cells": CELLS, "vis": VIS}
+    fused = run(g, g.add("sparse_attn", qn, kn, cells, vis, sn, mn, scale=0.25, n_value=24), values)
+    kf = g.add("cast", kn, dtype="f32")
+    both = g.add("concat", kf, mn, dim=1)
+    s = g.add("mul_mat", both, g.add("permute", qn, axes=(0, 2, 1)))
+    mask = g.add("kq_mask", cells, vis, ne0=n)
+    free = g.add("fill", g.add("view", mask, ne=(3, 4), nb=(1, 3)), value=0.0)
+    p = g.add("soft_max", s, g.add("concat", mask, free, dim=0), sn, scale=0.25)
+    v = g.add("view", both, ne=(n + 3, 24), nb=(d, 1))
+    masked = run(g, g.add("mul_mat", v, p), values).transpose(1, 0, 2)
+    close(fused, masked, 1e-5)
+    index = g.add("mask_to_index", mask, k=n)
+    lists = g.add("reshape", index, ne=(n * 4,))
+    by_index = g.add("sparse_attn", qn, kn, lists, g.add("list_spans", index), sn, mn, scale=0.25, n_value=24)
+    close(run(g, by_index, values), masked, 1e-5)
+    alone = g.add("sparse_attn", qn, kn, cells, vis, scale=0.25, n_value=24)
+    assert (run(g, alone, values)[3] == 0).all()
+
+
+def test_index_lists_are_ascending_and_padded():
+    hidden = np.float32([[0, -np.inf, -1e30, 0, -np.inf], [-1e30] * 5, [0] * 5])
+    assert apply("mask_to_index", hidden, k=5).tolist() == [[0, 3, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
+    with pytest.raises(IRError, match="sees 5 columns, more than the k = 4"):
+        apply("mask_to_index", hidden, k=4)
+    assert apply("list_spans", np.zeros((3, 4), np.int32)).tolist() == [[0, 0, 4], [4, 0, 4], [8, 0, 4]]
+
+
+REFUSED = {
+    "sinkhorn": ([(3, 2, 1)], {"iterations": 1}, "square"),
+    "sinkhorn none": ([(2, 2, 1)], {"iterations": 0}, "at least 1"),
+    "hc_pre": ([(24, 2), (3,), (23,)], {"streams": 4, "iterations": 1}, "base"),
+    "hc_pre streams": ([(24, 2), (3,), (24,)], {"streams": 3, "iterations": 1}, r"S\*S \+ 2S = 15"),
+    "hc_mix": ([(8, 4, 2), (3, 2)], {}, "at least 4 numbers"),
+    "hc_post": ([(8, 4, 2), (8, 3), (24, 2)], {}, "elements and tokens"),
+    "hc_post gates": ([(8, 4, 2), (8, 2), (24, 3)], {}, "one column"),
+    "indexer_topk": ([(8, 3, 2), (3, 2), (7, 5), (4, "i"), (3, 2, "i")], {"k": 2}, "do not fit"),
+    "indexer_topk k": ([(8, 3, 2), (3, 2), (8, 5), (4, "i"), (3, 2, "i")], {"k": 0}, "at least 1"),
+    "mask_to_index": ([(8, 3)], {"k": 0}, "at least 1"),
+    "sparse_attn": ([(8, 3, 2), (7, 5), (4, "i"), (3, 2, "i")], {"scale": 1.0, "n_value": 8}, "numbers of the queries"),
+    "sparse_attn value": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i")], {"scale": 1.0, "n_value": 9}, "n_value = 9"),
+    "sparse_attn sinks": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (2,)], {"scale": 1.0, "n_value": 8}, "each of the 3 heads"),
+    "sparse_attn lists": (
+        [(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (3,), (8, 2), (4, "i")], {"scale": 1.0, "n_value": 8}, "needs more_vis"
+    ),
+    "sparse_attn vis": ([(8, 3, 2), (8, 5), (4, "i"), (3, 3, "i")], {"scale": 1.0, "n_value": 8}, "each of the 2 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_shapes_that_do_not_fit_are_refused(case):
+    shapes, attrs, message = REFUSED[case]
+    g = Graph("g")
+    nodes = [g.weight(f"w{i}", tt("i32" if "i" in s else "f32", *(d for d in s if d != "i"))) for i, s in enumerate(shapes)]
+    with pytest.raises(IRError, match=message):
+        g.add(case.split()[0], *nodes, **attrs)
+
+
+def test_rows_that_do_not_exist_are_refused():
+    q, keys, w = normal(4, 3, 8), normal(7, 8), normal(4, 3)
+    with pytest.raises(IRError, match=r"row 7, but there are rows 0\.\.6"):
+        apply("sparse_attn", q, keys, CELLS, VIS, scale=1.0, n_value=8)
+    with pytest.raises(IRError, match=r"row -2, but"):
+        apply("indexer_topk", q, w, keys, np.where(CELLS == 7, -2, CELLS), VIS, k=2)
+    with pytest.raises(IRError, match=r"entries 8\.\.12 of a list with 11"):
+        apply("sparse_attn", q, normal(8, 8), CELLS, np.array([[8, 0, 4]] * 4), scale=1.0, n_value=8)
