@@ -38,6 +38,24 @@ def session(toy):
 
 
 @pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """``compiled(case, **options)``: the artifact of a bundled golden case's model, compiled once per test run."""
+    from ggufc.codegen.compile import CompileOptions, compile_file
+
+    folder = tmp_path_factory.mktemp("compiled")
+    done: dict[tuple, Path] = {}
+
+    def artifact(case: str, **options) -> Path:
+        key = (case, *sorted(options.items()))
+        if key not in done:
+            done[key] = folder / f"{len(done)}.ggufc"
+            compile_file(ROOT / "tests" / "golden" / case / "model.gguf", done[key], CompileOptions(jobs=1, **options))
+        return done[key]
+
+    return artifact
+
+
+@pytest.fixture(scope="session")
 def real_model():
     """``real_model(file name)``: a downloaded model, or the test is skipped."""
 
