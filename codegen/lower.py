@@ -16,7 +16,7 @@ from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, fixed, 
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.artifact import Affine, Input
-from ggufc.formats.ggml_types import row_bytes
+from ggufc.formats.ggml_types import TYPES, row_bytes
 from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.layout import Layout, layout
@@ -197,41 +197,40 @@ class Lowering:
         )
 
     def _flash_attn(self, node: Node) -> None:
-        q, k, v, cells, vis = node.operands
+        """Two launches: splits of long lists for a few tokens, then everything else."""
+        q, k, v, cells, vis = node.operands[:5]
         a = node.attrs
         at, where = self.ref(q)
         d, heads = fixed(where.ne[0]), fixed(where.ne[1])
         if where.nb[0] != 1 or where.nb[1] != d:
             raise CodegenError(f"node {node.name!r}: query heads are not contiguous")
-        dv = fixed(node.ne[0])
-        groups = int(a["n_head_kv"])
-        spec = attention_cpu.FlashAttn(d, dv, heads, groups, k.dtype, v.dtype, float(a["scale"]), float(a["softcap"]))
-        (sym, mult) = rows_grid([node.ne[2]])
-        out = self.result(node)
-        args = (
-            at,
-            integer(fixed(where.nb[2])),
-            self.root_ref(k),
-            self.root_ref(v),
-            self.ref(cells)[0],
-            self.ref(vis)[0],
-            out,
-            integer(dv * heads),
+        dv, groups = fixed(node.ne[0]), int(a["n_head_kv"])
+        values = layout(v)
+        offset = fixed(values.offset)
+        shared = values.root is layout(k).root and values.nb == (1, d * groups) and (offset != 0 or dv != d)
+        if not shared and not (offset == 0 and values.contiguous):
+            raise CodegenError(f"node {node.name!r}: values that are a view of another cache than the keys' have no kernel")
+        if offset % TYPES[v.dtype].block:
+            raise CodegenError(f"node {node.name!r}: values that begin inside a {v.dtype} block have no kernel")
+        v_at = self.root_ref(values.root).at(row_bytes(v.dtype, offset) if offset else 0)
+        sinks = self.ref(node.operands[5])[0] if len(node.operands) > 5 else NULL
+        spec = attention_cpu.FlashAttn(
+            d, dv, heads, groups, k.dtype, v.dtype, float(a["scale"]), float(a["softcap"]), sinks is not NULL, shared
         )
+        (sym, mult) = rows_grid([node.ne[2]])
         if mult != 1:
             raise CodegenError(f"internal: node {node.name!r} has a fixed token count")
-        self.emit(
-            Step(
-                spec,
-                args,
-                (6,),
-                node.name,
-                sym,
-                attention_cpu.TOKEN_BLOCK,
-                groups,
-                bytes={"R": row_bytes(k.dtype, groups * d) + row_bytes(v.dtype, groups * dv)},
-            )
+        partials = self.schedule.new_value(
+            {"R": -(-spec.partials_bytes // attention_cpu.SPLIT), "": spec.partials_bytes}, f"{node.name} (splits)"
         )
+        out = self.result(node)
+        args = (at, integer(fixed(where.nb[2])), self.root_ref(k), v_at, self.ref(cells)[0], self.ref(vis)[0], out, integer(dv * heads), sinks)
+        lanes = attention_cpu.window_lanes(int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0)
+        apart = attention_cpu.FlashAttnSplits(spec, lanes)
+        grid = ("", 1, spec.units * lanes) if lanes else ("R", attention_cpu.SPLIT, spec.units)
+        self.emit(Step(apart, (*args[:6], NULL, *args[7:], partials), (9,), f"{node.name}.splits", *grid))
+        read = row_bytes(k.dtype, groups * d) + (0 if shared else row_bytes(v.dtype, groups * dv))
+        self.emit(Step(spec, (*args, partials), (6,), node.name, sym, spec.token_block, spec.units, bytes={"R": read}))
 
     def _rope_table(self, node: Node) -> None:
         pos = node.operands[0]

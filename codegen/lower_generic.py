@@ -112,8 +112,8 @@ def _soft_max(low: Lowering, node: Node) -> None:
         mask = Strided(mask.dtype, mask.ne, tuple(0 if n == 1 else s for n, s in zip(mask.ne, mask.nb)), mask.offset)
     out = low.result(node)
     inplace = (1, 0) if _same_storage(node, node.operands[0]) else None
-    spec = softmax.SoftMax(shapes[0], contiguous("f32", node.ne), float(node.attrs["scale"]), mask)
-    _launch(low, spec, (refs[0], out, refs[1] if mask is not None else NULL), (1,), node, inplace)
+    spec = softmax.SoftMax(shapes[0], contiguous("f32", node.ne), float(node.attrs["scale"]), mask, len(shapes) > 2)
+    _launch(low, spec, (refs[0], out, *refs[1:], *[NULL] * (3 - len(refs))), (1,), node, inplace)
 
 
 def _two(kernel: Callable[..., Any]) -> Emit:

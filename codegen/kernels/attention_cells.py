@@ -19,12 +19,15 @@ RING_BYTES = 2 * AHEAD * STEP * 8
 
 
 class CellRows:
-    """One side (K or V) of the cache for one KV head: rows of ``n`` values of ``dtype`` inside cells of ``n_head`` such rows."""
+    """One side (K or V) of the cache for one KV head: row ``head`` of ``n`` values of ``dtype`` in cells of ``cell`` values.
 
-    def __init__(self, e: Emitter, dtype: str, n: int, n_head: int, base: Value, head: Value, ring: Value) -> None:
-        self.e, self.dtype, self.n, self.ring = e, dtype, n, ring
+    ``fetch``: whether ``announce`` prefetches; values that are part of the keys' rows come with them.
+    """
+
+    def __init__(self, e: Emitter, dtype: str, n: int, cell: int, base: Value, head: Value, ring: Value, fetch: bool = True) -> None:
+        self.e, self.dtype, self.n, self.ring, self.fetch = e, dtype, n, ring, fetch
         self.row_size = cache.row_bytes(dtype, n)
-        self.cell_size = self.row_size * n_head
+        self.cell_size = cache.row_bytes(dtype, cell)
         self.base = e.at(base, head, self.row_size)
         # Sixteen-bit values are transposed before they are widened, 32 per row and vector: half the shuffles.
         self.paired = dtype in ("f16", "bf16") and e.target.lanes == STEP
@@ -35,8 +38,9 @@ class CellRows:
         e = self.e
         row = e.at(self.base, cell, self.cell_size)
         e.store(row, e.at(self.ring, slot, 8))
-        for line in range(0, self.row_size, 64):
-            e.prefetch(e.gep(row, line), 2)
+        if self.fetch:
+            for line in range(0, self.row_size, 64):
+                e.prefetch(e.gep(row, line), 2)
 
     def row(self, first: Value, j: Value | int) -> Value:
         """Address of entry ``j`` of the step whose ring index starts at ``first``."""

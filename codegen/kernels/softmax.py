@@ -22,6 +22,7 @@ _LOWEST = -3.4028234663852886e38
 class SoftMax:
     """out = softmax(scale * a + mask) over ne0; ``mask`` (f32 or f16, 0 or -inf or any bias) repeats over the outer dimensions.
 
+    ``sinks`` f32[ne2]: one more logit for all rows of a head (dimension 2), neither scaled nor masked, whose probability is dropped.
     A row without a finite score becomes zeros. ``out`` may be ``a`` of equal layout. One tile per block of rows, see ``grid``.
     """
 
@@ -29,7 +30,8 @@ class SoftMax:
     out: Strided
     scale: float = 1.0
     mask: Strided | None = None
-    arg_names: ClassVar[tuple[str, ...]] = ("a", "out", "mask")
+    sinks: bool = False
+    arg_names: ClassVar[tuple[str, ...]] = ("a", "out", "mask", "sinks")
 
     def __post_init__(self) -> None:
         if any(x.nb[0] != 1 for x in (self.a, self.out, self.mask or self.out)):
@@ -62,7 +64,10 @@ class SoftMax:
                 most.set(e.fmax(most.get(), score(i, n, lane_mask)))
 
             for_vectors(e, ne[0], find_top)
-            top = e.splat(e.reduce(most.get(), "max"), lanes)
+            most_seen = e.reduce(most.get(), "max")
+            sink = e.load(F32, e.at(e.arg_ptr(3), index[1], 4)) if self.sinks else None
+            highest = most_seen if sink is None else e.fmax(most_seen, sink)
+            top = e.splat(highest, lanes)
 
             def exponential(i: Value, n: int, lane_mask: Value | None) -> None:
                 p = vmath.exp_flushed(e, b.fsub(score(i, n, lane_mask), top))
@@ -71,6 +76,8 @@ class SoftMax:
 
             for_vectors(e, ne[0], exponential)
             total = e.reduce(sums.get(), "add")
+            if sink is not None:
+                total = b.fadd(total, vmath.exp_flushed(e, b.fsub(sink, highest)))
             inverse = b.select(b.fcmp_ordered("==", total, e.f32(0.0)), e.f32(0.0), b.fdiv(e.f32(1.0), total))
             factor = e.splat(inverse, lanes)
 

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.attention_cpu import TOKEN_BLOCK, FlashAttn
+from ggufc.codegen.kernels.attention_cpu import SPLIT, FlashAttn, FlashAttnSplits, window_lanes
 from ggufc.codegen.kernels.cache import row_bytes
+from ggufc.formats.quants.dequantize import dequantize
+from ggufc.formats.quants.quantize import quantize
 from harness import build, run, runnable_targets
 
 SPECS = [
@@ -20,30 +22,24 @@ SPECS = [
     FlashAttn(32, 96, 4, 4, "q8_0", "q8_0", 0.15),
     FlashAttn(256, 256, 4, 1, "f16", "f16", 1 / 16),
     FlashAttn(80, 20, 5, 1, "f32", "f16", 0.1),
+    FlashAttn(64, 32, 4, 2, "q5_1", "q4_0", 0.125, sinks=True),
+    FlashAttn(32, 64, 2, 2, "q4_1", "iq4_nl", 0.2),
+    FlashAttn(96, 64, 40, 1, "f16", "f16", 0.1, sinks=True, shared=True),
+    FlashAttn(64, 32, 3, 1, "q5_0", "q5_0", 0.15, shared=True),
 ]
+LONG = [SPECS[0], SPECS[5], SPECS[7]]
+"""Those whose lists are also cut into splits."""
 
 
 @pytest.fixture(scope="module", params=runnable_targets(), ids=lambda t: t.level)
 def loaded(request):
-    return request.param, build(SPECS, request.param)
+    return request.param, build([*SPECS, *(FlashAttnSplits(spec, lanes) for spec in LONG for lanes in (0, 2))], request.param)
 
 
 def encode(values, dtype):
     """Cache rows as bytes, and the values they hold."""
-    values = values.astype(np.float32)
-    if dtype == "f32":
-        return values.view(np.uint8), values
-    if dtype == "f16":
-        half = values.astype(np.float16)
-        return half.view(np.uint8), half.astype(np.float32)
-    if dtype == "bf16":
-        bits = ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
-        return bits.view(np.uint8), (bits.astype(np.uint32) << 16).view(np.float32)
-    blocks = values.reshape(len(values), -1, 32)
-    d = (np.abs(blocks).max(2, keepdims=True) / 127).astype(np.float16)
-    q = np.clip(np.rint(blocks / d.astype(np.float32)), -127, 127).astype(np.int8)
-    raw = np.concatenate([d.view(np.uint8), q.view(np.uint8)], 2).reshape(len(values), -1)
-    return raw, (q * d.astype(np.float32)).reshape(values.shape)
+    raw = quantize(dtype, values.astype(np.float32))
+    return raw, dequantize(dtype, raw, values.shape[1])
 
 
 class Case:
@@ -54,11 +50,15 @@ class Case:
         rng = np.random.default_rng(seed)
         self.q = rng.normal(size=(64, spec.n_head * spec.d)).astype(np.float32) * 2
         self.k_raw, self.k = encode(rng.normal(size=(n_cells, spec.n_head_kv * spec.d)), spec.type_k)
-        self.v_raw, self.v = encode(rng.normal(size=(n_cells, spec.n_head_kv * spec.dv)), spec.type_v)
+        if spec.shared:
+            self.v_raw, self.v = self.k_raw, self.k[:, : spec.dv]
+        else:
+            self.v_raw, self.v = encode(rng.normal(size=(n_cells, spec.n_head_kv * spec.dv)), spec.type_v)
+        self.sinks = rng.normal(size=spec.n_head).astype(np.float32) * 3
         assert self.k_raw.shape[1] == row_bytes(spec.type_k, spec.n_head_kv * spec.d)
 
-    def attend(self, tokens, move=None):
-        """``move`` permutes the physical cells."""
+    def attend(self, tokens, move=None, lanes=0):
+        """``move`` permutes the physical cells; ``lanes`` are those of the launch of splits, which comes first if there is one."""
         spec, n = self.spec, len(tokens)
         ldq, ldo = spec.n_head * spec.d + 4, spec.n_head * spec.dv + 2
         q = np.zeros((n, ldq), np.float32)
@@ -80,8 +80,14 @@ class Case:
             k[move], v[move] = self.k_raw, self.v_raw
             used = move[used].astype(np.int32)
         out = np.full((n, ldo), 7, np.float32)
-        tiles = spec.n_head_kv * -(-n // TOKEN_BLOCK)
-        got = run(spec, self.target, [q, ldq, k, v, used, visible, out, ldo], tiles, loaded=self.image, T=n, R=len(cells))[6]
+        splits = -(-len(cells) // SPLIT)
+        args = [q, ldq, k, v, used, visible, out, ldo, self.sinks, np.full(spec.partials_bytes * splits // 4, np.nan, np.float32)]
+        sizes = {"T": n, "R": len(cells)}
+        if spec in LONG:
+            apart = FlashAttnSplits(spec, lanes)
+            args[9] = run(apart, self.target, args, spec.units * (lanes or splits), loaded=self.image, **sizes)[9]
+        tiles = spec.units * -(-n // spec.token_block)
+        got = run(spec, self.target, args, tiles, loaded=self.image, **sizes)[6]
         assert (got[:, spec.n_head * spec.dv :] == 7).all()
         return got[:, : spec.n_head * spec.dv].copy()
 
@@ -98,8 +104,9 @@ class Case:
             s = self.k[cells, g * spec.d : (g + 1) * spec.d].astype(np.float64) @ q[h] * spec.scale
             if spec.softcap:
                 s = spec.softcap * np.tanh(s / spec.softcap)
-            p = np.exp(s - s.max())
-            out[h] = p / p.sum() @ self.v[cells, g * spec.dv : (g + 1) * spec.dv]
+            top = max(s.max(), self.sinks[h]) if spec.sinks else s.max()
+            p = np.exp(s - top)
+            out[h] = p / (p.sum() + (np.exp(self.sinks[h] - top) if spec.sinks else 0)) @ self.v[cells, g * spec.dv : (g + 1) * spec.dv]
         return out.ravel()
 
 
@@ -166,12 +173,57 @@ def test_any_cut_of_any_batch_gives_equal_bits(loaded, batch):
     rng = np.random.default_rng(seed)
     lists = [list(map(int, rng.permutation(120)[:n])) for n in lengths]
     tokens = [(row, lists[which], lo, hi) for row, which, lo, hi in tokens]
-    for spec in (SPECS[0], SPECS[3]):
+    for spec in (SPECS[0], SPECS[3], SPECS[7]):
         case = Case(spec, target, image, 7)
         whole = case.attend(tokens)
         parts = [case.attend(part, move=rng.permutation(120)) for part in (tokens[:cut], tokens[cut:]) if part]
         assert (bits(np.concatenate(parts)) == bits(whole)).all()
         np.testing.assert_allclose(whole[-1], case.reference(tokens[-1]), rtol=1e-4, atol=2e-5)
+
+
+@st.composite
+def long_batches(draw):
+    """Up to two lists of several splits, tokens anywhere in them, and where the batch is cut."""
+    lengths = draw(st.lists(st.integers(400, 1700), min_size=1, max_size=2))
+    tokens = []
+    for i in range(draw(st.integers(1, 12))):
+        which = draw(st.integers(0, len(lengths) - 1))
+        hi = draw(st.integers(0, lengths[which]))
+        tokens.append((i, which, draw(st.sampled_from([0, max(0, hi - 400), hi // 2, hi])), hi))
+    return lengths, tokens, draw(st.integers(1, 12)), draw(st.integers(0, 1 << 30))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=long_batches())
+def test_splits_computed_apart_give_equal_bits(loaded, batch):
+    target, image = loaded
+    lengths, tokens, size, seed = batch
+    rng = np.random.default_rng(seed)
+    lists = [list(map(int, rng.permutation(1700)[:n])) for n in lengths]
+    tokens = [(row, lists[which], lo, hi) for row, which, lo, hi in tokens]
+    # More tokens than are ever computed apart: the splits are walked one after the other.
+    many = tokens + [(i, [0], 0, 1) for i in range(12, 12 + 9)]
+    for spec in LONG:
+        case = Case(spec, target, image, 8, n_cells=1700)
+        whole = case.attend(many)[: len(tokens)]
+        parts = [case.attend(tokens[i : i + size], lanes=2 * (i % 2)) for i in range(0, len(tokens), size)]
+        assert (bits(np.concatenate(parts)) == bits(whole)).all()
+        alone = case.attend(tokens[-1:], move=rng.permutation(1700))
+        assert (bits(alone[0]) == bits(whole[-1])).all()
+        np.testing.assert_allclose(whole[-1], case.reference(tokens[-1]), rtol=2e-4, atol=3e-5)
+
+
+def test_lanes_of_a_window():
+    assert [window_lanes(w) for w in (0, 1, 512, 513)] == [0, 2, 2, 3]
+
+
+@pytest.mark.parametrize("sink", [-200.0, 0.0, 90.0, 3e4])
+def test_extreme_sinks(loaded, sink):
+    target, image = loaded
+    case = Case(SPECS[5], target, image, 9)
+    case.sinks[:] = sink
+    token = (0, list(range(50)), 0, 50)
+    np.testing.assert_allclose(case.attend([token])[0], case.reference(token), rtol=1e-4, atol=2e-5)
 
 
 def test_invisible_cells_may_hold_anything(loaded):
@@ -202,3 +254,12 @@ def test_refusals():
         replace(SPECS[4], type_k="q8_0")
     with pytest.raises(CodegenError, match="9 query heads"):
         replace(SPECS[0], n_head_kv=2)
+    with pytest.raises(CodegenError, match="cannot be part of 3 rows"):
+        replace(SPECS[0], shared=True)
+
+
+def test_tiles_stay_within_the_cache_and_the_registers():
+    blocks = {group: (s.head_block, s.token_block) for group in (1, 3, 4, 8, 16, 40, 128) for s in [replace(SPECS[7], n_head=group)]}
+    assert blocks == {1: (1, 16), 3: (3, 16), 4: (4, 16), 8: (8, 8), 16: (16, 4), 40: (20, 3), 128: (32, 2)}
+    wide = FlashAttn(576, 512, 128, 1, "f16", "f16", 0.1, shared=True)
+    assert wide.decode_tokens == 1 and SPECS[0].decode_tokens == 8
