@@ -221,4 +221,5 @@ def _extreme(e: Emitter, x: list[Value], source: Value) -> Value:
 
 def _mask_word(e: Emitter, mask: Value) -> Value:
     """Lane conditions as the low bits of an i32."""
-    return e.b.zext(e.b.bitcast(mask, ir.IntType(mask.type.count)), I32)
+    lanes = mask.type.count if isinstance(mask.type, ir.VectorType) else 1
+    return e.b.zext(e.b.bitcast(mask, ir.IntType(lanes)), I32)
