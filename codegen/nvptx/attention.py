@@ -2,7 +2,7 @@
 
 ``_split``: a block takes (token, KV head, split) and all query heads of the KV head. A thread computes the scores of one entry, one fused chain over the
 head's values; the maximum and the sum of e^(s - max) go over the block in a fixed order; then a thread adds up one value column over the entries in ascending
-order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees. Splits no visible entry lies in are neither written nor read, entries
+order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the head's sink. Splits no visible entry lies in are neither written nor read, entries
 outside the token's range add exact zeros, so a result depends on the token's visible entries and their places in the list alone.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ggufc.codegen.emitter import F32, I16, I32, I64, Value
 from ggufc.codegen.kernels import cache, vmath
-from ggufc.codegen.kernels.attention_cpu import FlashAttn
+from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import symbol
 from ggufc.formats import cuda as fmt
 
@@ -23,6 +23,11 @@ SPLIT = 128
 _HEADS = 4
 """Query heads that share a converted K or V value in registers."""
 _LOWEST = -3.4028234663852886e38
+
+
+def flash_attn_splits(spec: FlashAttnSplits) -> Form:
+    """Nothing: on a GPU the launch after this one cuts lists itself, into splits of its own size."""
+    return Form(())
 
 
 def flash_attn(spec: FlashAttn) -> Form:
@@ -101,11 +106,12 @@ def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Valu
     b, group = e.b, spec.n_head // spec.n_head_kv
     acc = [e.var(F32, e.f32(0.0)) for _ in range(group)]
     k_row, v_row = cache.row_bytes(spec.type_k, spec.d), cache.row_bytes(spec.type_v, spec.dv)
+    k_cell, v_cell = (cache.row_bytes(t, n) for t, n in zip((spec.type_k, spec.type_v), spec.cells_of))
     with e.if_(seen):
         cell = e.sext64(e.load(I32, e.at(place.cells, entry, 4)))
-        offset = b.add(b.mul(cell, e.i64(v_row * spec.n_head_kv)), b.mul(g, e.i64(v_row)))
+        offset = b.add(b.mul(cell, e.i64(v_cell)), b.mul(g, e.i64(v_row)))
         e.store(offset, e.at(rows, e.thread, 8))
-        key = e.at(e.at(e.arg_ptr(2), cell, k_row * spec.n_head_kv), g, k_row)
+        key = e.at(e.at(e.arg_ptr(2), cell, k_cell), g, k_row)
         for h in range(0, group, _HEADS):
             _dot(e, spec, key, q, acc[h : h + _HEADS], h)
     out = []
@@ -120,7 +126,7 @@ def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Valu
 def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list, first_head: int) -> None:  # type: ignore[type-arg]
     """Chains over the head's values in ascending order, eight 16-bit values per load where rows allow."""
     b, d = e.b, spec.d
-    wide = 8 if spec.type_k in ("f16", "bf16") and cache.row_bytes(spec.type_k, d) % 16 == 0 else 1
+    wide = 8 if spec.type_k in ("f16", "bf16") and d % 8 == 0 else 1
     with e.for_range(0, d, wide, name="value") as i:
         if wide > 1:
             values = [cache.widen(e, spec.type_k, v) for v in e.vector_load(I16, wide, e.at(key, i, 2), 16)]
@@ -161,7 +167,8 @@ def _merge(spec: FlashAttn, e: PtxEmitter) -> None:
     top = e.var(F32, e.f32(_LOWEST))
     with e.for_range(first, stop, name="top") as s:
         top.set(e.fmax(top.get(), e.load(F32, e.gep(place.partial(head, s), 4 * spec.dv))))
-    most = top.get()
+    sink = e.load(F32, e.at(e.arg_ptr(8), head, 4)) if spec.sinks else None
+    most = top.get() if sink is None else e.fmax(top.get(), sink)
     with e.for_threads(spec.dv) as i:
         acc, total = e.var(F32, e.f32(0.0)), e.var(F32, e.f32(0.0))
         with e.for_range(first, stop, name="split") as s:
@@ -169,5 +176,7 @@ def _merge(spec: FlashAttn, e: PtxEmitter) -> None:
             w = vmath.exp_flushed(e, b.fsub(e.load(F32, e.gep(part, 4 * spec.dv)), most))
             total.set(e.fma(w, e.load(F32, e.gep(part, 4 * spec.dv + 4)), total.get()))
             acc.set(e.fma(w, e.load(F32, e.at(part, i, 4)), acc.get()))
+        if sink is not None:
+            total.set(b.fadd(total.get(), vmath.exp_flushed(e, b.fsub(sink, most))))
         none = b.fcmp_ordered("==", total.get(), e.f32(0.0))
         e.store(b.select(none, e.f32(0.0), b.fdiv(acc.get(), total.get())), e.at(out, i, 4))

@@ -56,6 +56,7 @@ class PtxEmitter(Emitter):
         self._tiles_left: Value = self.args[n_args + 3]
         self._first, self._step = self._sreg("ctaid.x"), self._sreg("nctaid.x")
         self._exchange: Value | None = None
+        self._alone = False
         self._loop_done = self._loop_head = None
         self._tile: Value | None = None
         body = self.fn.append_basic_block("begin")
@@ -165,6 +166,13 @@ class PtxEmitter(Emitter):
         with self.if_(self.b.icmp_signed("==", self.lane, self.i64(0))):
             yield
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, every thread works for itself: ``reduce`` is over the single value it has."""
+        self._alone = True
+        yield
+        self._alone = False
+
     def barrier(self) -> None:
         """All threads of the block; must not be reached by some of them only."""
         self.b.call(self.intrinsic("llvm.nvvm.barrier.cta.sync.aligned.all", VOID, [I32]), [self.i32(0)])
@@ -227,6 +235,8 @@ class PtxEmitter(Emitter):
 
     def reduce(self, v: Value, op: str) -> Value:
         """Over the threads of a group; the result is in all of them."""
+        if self._alone:
+            return v
         v = self.reduce_warp(v, op)
         if self.group == WARP:
             self.group_barrier()  # what the group has read may be overwritten from here on, as with the block's barrier below

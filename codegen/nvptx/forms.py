@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.attention_cpu import FlashAttn
+from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.codegen.kernels.cache import StoreRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
@@ -58,6 +58,7 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     RopeApply: rows.rope_apply,
     StoreRows: rows.store_rows,
     FlashAttn: attention.flash_attn,
+    FlashAttnSplits: attention.flash_attn_splits,
     TopK: choosing.top_k,
     KqMask: choosing.kq_mask,
     RmsNorm: _row,

@@ -46,6 +46,7 @@ def optimise(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> An
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = False
     options.slp_vectorization = False
+    options.loop_unrolling = False  # ptxas unrolls where registers allow
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(parsed, builder)
     return parsed

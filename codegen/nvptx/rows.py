@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ggufc.codegen.emitter import F32, F64, I8, I16, I32, Emitter, Value
-from ggufc.codegen.kernels import cache, vmath
+from ggufc.codegen.emitter import F32, F64, I8, I16, I32, Value
+from ggufc.codegen.kernels import cache, cache_blocks, vmath
 from ggufc.codegen.kernels.base import symbol
+from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable, inverse_frequencies, magnitude
@@ -172,9 +173,9 @@ def rope_table(spec: RopeTable) -> Form:
 
 
 def rope_apply(spec: RopeApply) -> Form:
-    """A warp takes a head. Rows for a q8_0 cache are rotated into shared memory first."""
+    """A warp takes a head. Rows for a cache of blocks are rotated into shared memory first."""
     row = spec.d * spec.n_head
-    staged = spec.store and spec.to == "q8_0"
+    staged = spec.store and spec.to in BLOCKS
 
     def body(e: PtxEmitter) -> None:
         b = e.b
@@ -198,7 +199,7 @@ def rope_apply(spec: RopeApply) -> Form:
             _rotate_head(e, spec, x, table, b.mul(h, e.i64(spec.d)), put)
         if stage is not None:
             e.barrier()
-            _store_q8_0(e, stage, target, row)
+            _store_blocks(e, spec.to, stage, target, row)
 
     return _form(spec, "", WARP * min(8, power_of_two(spec.n_head)), body)
 
@@ -232,8 +233,8 @@ def store_rows(spec: cache.StoreRows) -> Form:
         x = e.at(e.arg_ptr(0), b.mul(e.tile, e.arg_int(1)), 4)
         slot = e.sext64(e.load(I32, e.at(e.arg_ptr(3), e.tile, 4)))
         target = e.at(e.arg_ptr(2), slot, cache.row_bytes(spec.dtype, spec.row))
-        if spec.dtype == "q8_0":
-            _store_q8_0(e, x, target, spec.row)
+        if spec.dtype in BLOCKS:
+            _store_blocks(e, spec.dtype, x, target, spec.row)
             return
         with e.for_threads(spec.row) as i:
             v = cache.narrow(e, spec.dtype, e.load(F32, e.at(x, i, 4)))
@@ -242,25 +243,16 @@ def store_rows(spec: cache.StoreRows) -> Form:
     return _form(spec, "", _threads(spec.row), body)
 
 
-def _store_q8_0(e: PtxEmitter, source: Value, target: Value, row: int) -> None:
-    """A warp rounds a block of 32 values; the arithmetic is that of ``kernels.cache``."""
-    b = e.b
-    with e.for_groups(e.i64(0), e.i64(row // cache.Q8_0_VALUES), "block") as i:
-        v = e.load(F32, e.at(source, b.add(b.mul(i, e.i64(32)), e.lane), 4))
-        top = e.reduce_warp(e.fabs(v), "max")
-        block = e.at(target, i, cache.Q8_0_BYTES)
-        inverse = b.select(b.fcmp_ordered(">", top, e.f32(0.0)), b.fdiv(e.f32(127.0), top), e.f32(0.0))
-        shifted = b.fadd(b.fmul(v, inverse), e.f32(_ROUND))
-        e.store(b.trunc(b.bitcast(shifted, I32), I8), e.gep(e.gep(block, 2), e.lane))
-        with e.one_lane():
-            e.store(e.f32_to_f16(b.fdiv(top, e.f32(127.0))), block)
+def _store_blocks(e: PtxEmitter, dtype: str, source: Value, target: Value, row: int) -> None:
+    """A thread rounds a block of 32 values."""
+    with e.alone(), e.for_threads(row // VALUES) as i:
+        cache_blocks.store(e, dtype, e.at(source, i, 4 * VALUES), e.at(target, i, block_bytes(dtype)))
 
 
-def load_stored(e: Emitter, dtype: str, p: Value, i: Value) -> Value:
+def load_stored(e: PtxEmitter, dtype: str, p: Value, i: Value) -> Value:
     """Value ``i`` (f32) of a stored row at ``p``."""
-    b = e.b
-    if dtype == "q8_0":
-        block = e.at(p, b.udiv(i, e.i64(cache.Q8_0_VALUES)), cache.Q8_0_BYTES)
-        return cache.load_q8_0(e, 1, block, b.urem(i, e.i64(cache.Q8_0_VALUES)), cache.q8_0_scale(e, block))
+    if dtype in BLOCKS:
+        block = e.at(p, e.b.udiv(i, e.i64(VALUES)), block_bytes(dtype))
+        return cache_blocks.load(e, dtype, 1, block, e.b.urem(i, e.i64(VALUES)))
     element = F32 if dtype == "f32" else I16
     return cache.widen(e, dtype, e.load(element, e.at(p, i, cache.SIZES[dtype])))
