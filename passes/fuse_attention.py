@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node
 from ggufc.ir.dims import IntDim
 from ggufc.ir.layout import layout
 from ggufc.ir.ops.cache import is_version, written_version
 from ggufc.passes.base import RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
-from ggufc.passes.rules import Match, Pattern, Rewriter, Rule, any_node, op, rule
+from ggufc.passes.rules import Body, Match, Pattern, Rewriter, Rule, any_node, op, rule
 
 _HEADS_TO_ROWS = (0, 2, 1, 3)
 """[D, T, H] <-> [D, H, T]."""
@@ -20,28 +21,39 @@ _HEADS_TO_ROWS = (0, 2, 1, 3)
 _SCORES = op("mul_mat", any_node("kk"), any_node("qp"), once=True, bind="scores")
 
 
-def _weighted_sum(scores: Pattern) -> Pattern:
-    return op("mul_mat", any_node("vv"), op("soft_max", scores, op("kq_mask", bind="mask"), once=True, bind="p"))
+def _weighted_sum(scores: Pattern, sinks: bool) -> Pattern:
+    others = (any_node("sinks"),) if sinks else ()
+    return op("mul_mat", any_node("vv"), op("soft_max", scores, op("kq_mask", bind="mask"), *others, once=True, bind="p"))
 
 
-@rule("flash-attention", _weighted_sum(_SCORES))
+def _with_and_without_sinks(name: str, scores: Pattern, body: Body) -> tuple[Rule, Rule]:
+    return rule(name, _weighted_sum(scores, False))(body), rule(f"{name}-sinks", _weighted_sum(scores, True))(body)
+
+
 def do_plain(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """``mul_mat(V, soft_max(mul_mat(K, Q), mask; scale))``."""
     return _fuse(rw, node, m, m["p"].attrs["scale"], 0.0)
 
 
-@rule("flash-attention-softcap", _weighted_sum(op("softcap", _SCORES, once=True, bind="cap")))
 def do_softcap(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """Scores bounded by ``cap * tanh(s / cap)`` before the mask; a scale in the softmax would come after the bound, so it must be 1."""
     return _fuse(rw, node, m, 1.0, m["cap"].attrs["cap"])
 
 
-@rule("flash-attention-softcap-scaled", _weighted_sum(op("softcap", op("scale", _SCORES, once=True, bind="s"), once=True, bind="cap")))
 def do_softcap_scaled(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """As before, with the score scale as a node of its own."""
     if m["s"].attrs["b"] != 0.0:
         return None
     return _fuse(rw, node, m, m["s"].attrs["s"], m["cap"].attrs["cap"])
+
+
+_SOFTCAP = op("softcap", _SCORES, once=True, bind="cap")
+_SOFTCAP_SCALED = op("softcap", op("scale", _SCORES, once=True, bind="s"), once=True, bind="cap")
+ATTENTION_RULES: tuple[Rule, ...] = (
+    *_with_and_without_sinks("flash-attention", _SCORES, do_plain),
+    *_with_and_without_sinks("flash-attention-softcap", _SOFTCAP, do_softcap),
+    *_with_and_without_sinks("flash-attention-softcap-scaled", _SOFTCAP_SCALED, do_softcap_scaled),
+)
 
 
 def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> Node | None:
@@ -52,8 +64,10 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     ne0 = m["mask"].attrs["ne0"]
     heads = queries.type.ne4[2]
     k_heads = _cache_heads(kk, ne0, along_cells=1)
-    v_heads = _cache_heads(vv, ne0, along_cells=0)
-    if k_heads is None or v_heads is None or k_heads[1] != v_heads[1]:
+    if k_heads is None:
+        return None
+    v_heads = _cache_heads(vv, ne0, along_cells=0) or _part_of_rows(vv, ne0, k_heads)
+    if v_heads is None or k_heads[1] != v_heads[1]:
         return None
     if any(_superseded(rw, cache, node) for cache, _ in (k_heads, v_heads)):
         return None
@@ -61,6 +75,10 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     if queries.type.ne4[3] != 1 or not isinstance(heads, int) or heads % n_head_kv:
         return None
     cells, visible = m["mask"].operands
+    values = v_heads[0]
+    if _is_part(vv, values):
+        # Latent attention: the values are some of the numbers of a key row.
+        values = rw.add("view", values, ne=(vv.type.ne[1], values.type.ne[1]), nb=(1, values.type.ne[0]), offset=layout(vv).offset)
     q = rw.add("permute", queries, name=f"{node.name}.q", axes=_HEADS_TO_ROWS[: max(3, queries.type.rank)])
     if q.type.rank > 3:
         q = rw.add("reshape", q, ne=q.type.ne[:3])
@@ -68,9 +86,10 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
         "flash_attn",
         q,
         k_heads[0],
-        v_heads[0],
+        values,
         cells,
         visible,
+        m.get("sinks"),
         scale=scale,
         softcap=softcap,
         n_head_kv=n_head_kv,
@@ -98,12 +117,8 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
 
     ``along_cells`` is the dimension that counts cells: 1 for keys [D, KV, G], 0 for values [KV, D, G].
     """
-    found = layout(view)
-    cache = found.root
-    if cache.op.name == "cast" and cache.dtype == "f32":
-        # Builders decode quantised values before they view them column by column; the fused operator decodes rows as it reads them.
-        cache = cache.operands[0]
-    if not is_version(cache):
+    found, cache = layout(view), _version(view)
+    if cache is None:
         return None
     row = cache.type.ne[0]
     ne = (*found.ne, 1, 1)[:4]
@@ -118,14 +133,43 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
     return cache, heads
 
 
+def _version(view: Node) -> Node | None:
+    """The cache version a view looks at, also through the decoding of all of it."""
+    cache = layout(view).root
+    if cache.op.name == "cast" and cache.dtype == "f32":
+        # Builders decode quantised values before they view them column by column; the fused operator decodes rows as it reads them.
+        cache = cache.operands[0]
+    return cache if is_version(cache) else None
+
+
+def _is_part(values: Node, cache: Node) -> bool:
+    return bool(values.type.ne4[1] * values.type.ne4[2] != cache.type.ne[0])
+
+
+def _part_of_rows(values: Node, n_cells: IntDim, keys: tuple[Node, int]) -> tuple[Node, int] | None:
+    """As ``_cache_heads`` for values [KV, Dv] that are some numbers of each row of the keys' cache, whose rows are a single head."""
+    cache, heads = keys
+    found = layout(values)
+    row, blocks = cache.type.ne[0], TYPES[cache.dtype].block
+    size, offset = values.type.ne4[1], found.offset
+    if _version(values) is not cache or heads != 1 or values.type.ne4[2:] != (1, 1):
+        return None
+    if not (isinstance(row, int) and isinstance(size, int) and isinstance(offset, int)) or offset + size > row:
+        return None
+    if found.ne[0] != n_cells or found.nb[:2] != (row, 1) or offset % blocks or size % blocks:
+        return None
+    return cache, 1
+
+
 @dataclass(frozen=True)
 class FuseAttention(RulePass):
     """The unfused attention sequence with a ``kq_mask`` -> ``flash_attn`` over the cell lists.
 
-    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype, or decoded to f32) and the mask comes
-    from ``kq_mask``. Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn``
-    never reads the padded ``KV``, so a graph in which all attention is fused serves every number of visible cells.
+    Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype, or decoded to f32), or values are part
+    of the key rows of a single KV head, and the mask comes from ``kq_mask``. Sinks come along. Postcondition: no such sequence is left,
+    unless something else reads its scores or probabilities. ``flash_attn`` never reads the padded ``KV``, so a graph in which all
+    attention is fused serves every number of visible cells.
     """
 
     name: ClassVar[str] = "fuse-attention"
-    rules: ClassVar[tuple[Rule, ...]] = (do_plain, do_softcap, do_softcap_scaled, *LAYOUT_RULES)
+    rules: ClassVar[tuple[Rule, ...]] = (*ATTENTION_RULES, *LAYOUT_RULES)
