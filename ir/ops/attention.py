@@ -56,6 +56,12 @@ def visible_cells(op: str, cells: np.ndarray, vis: np.ndarray, limit: int) -> li
     return out
 
 
+def entries_per_token(node: Node) -> IntDim:
+    """The most cells each token of a ``flash_attn`` reads: all of the cache, or its own list where ``vis`` comes from ``list_spans``."""
+    vis = node.operands[4]
+    return vis.operands[0].type.ne[0] if vis.op.name == "list_spans" else node.operands[1].type.ne[1]
+
+
 @register
 class SoftMax(Op):
     """Softmax over dimension 0 of ``scale * a + mask``; the mask is shared by all heads. A fully masked row becomes zeros.
@@ -180,6 +186,6 @@ class FlashAttn(Op):
         return out
 
     def flops(self, node: Node) -> IntDim:
-        """Upper bound: every token sees every cell."""
+        """Upper bound: every token sees every cell, or every entry of its own list (``list_spans``)."""
         d, heads, tokens = node.operands[0].type.ne
-        return (d + node.type.ne[0]) * heads * tokens * node.operands[1].type.ne[1] * 2
+        return (d + node.type.ne[0]) * heads * tokens * entries_per_token(node) * 2

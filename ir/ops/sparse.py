@@ -52,10 +52,13 @@ _VIS = Operand("vis", "(base, lo, hi) per token [3, T]", "i32", min_rank=2, max_
 
 @register
 class IndexerTopK(Op):
-    """The ``k`` listed rows with the largest ``sum_g weights[g] * max(0, q_g . keys[row])`` for each token, best first, then -1.
+    """The ``k`` listed rows with the largest ``sum_g weights[g] * max(0, q_g . keys[row])`` for each token, in the order of its list,
+    then -1.
 
-    Of equal scores the one listed first comes first, or the one listed last with ``ties`` highest. Where lists ascend this is ``top_k`` of
-    the masked scores, without a tensor of rows x heads x tokens.
+    Of equal scores the one listed first wins, or the one listed last with ``ties`` highest. The first ``sinks`` entries of a list, counted
+    from its base, win over all scores where the token sees them. Where lists ascend these are the rows of ``top_k`` of the masked scores,
+    without a tensor of rows x heads x tokens. The order makes the choice of a token that sees no more than ``k`` rows its list itself, so
+    what attends to it adds up the same numbers in the same order as without a choice.
     """
 
     name = "indexer_topk"
@@ -68,7 +71,8 @@ class IndexerTopK(Op):
     )
     attrs = (
         Attr("k", "int", "rows to choose"),
-        Attr("ties", "str", "which of equal scores comes first", "lowest", choices=("lowest", "highest"), quiet=True),
+        Attr("sinks", "int", "entries at the base of a list that are always chosen", 0, quiet=True),
+        Attr("ties", "str", "which of equal scores wins", "lowest", choices=("lowest", "highest"), quiet=True),
     )
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
@@ -77,6 +81,8 @@ class IndexerTopK(Op):
             raise IRError(f"indexer_topk: queries {q} do not fit keys {keys} or weights {weights}.")
         if attrs["k"] < 1:
             raise IRError(f"indexer_topk: k = {attrs['k']} must be at least 1.")
+        if not 0 <= attrs["sinks"] <= attrs["k"]:
+            raise IRError(f"indexer_topk: sinks = {attrs['sinks']} must lie between 0 and k = {attrs['k']}.")
         _check_columns("indexer_topk", vis, q.ne[2])
         return TensorType("i32", (attrs["k"], q.ne[2]))
 
@@ -84,9 +90,13 @@ class IndexerTopK(Op):
         q, weights, keys, cells, vis = call.args
         out = np.full(call.shape, -1, np.int32)
         for t, rows in enumerate(listed_rows("indexer_topk", cells, vis, keys.shape[0])):
-            dots = np.maximum(q[t].astype(np.float64) @ keys[rows].astype(np.float64).T, 0.0)
-            best = largest(weights[t].astype(np.float64) @ dots, call.attrs["k"], call.attrs["ties"])
-            out[t, best >= 0] = rows[best[best >= 0]]
+            table, scores = keys[rows].astype(np.float64), np.zeros(len(rows))
+            for head, weight in zip(q[t].astype(np.float64), weights[t].astype(np.float64)):
+                scores += weight * np.maximum(table @ head, 0.0)
+            scores[: max(0, call.attrs["sinks"] - int(vis[t, 1]))] = np.inf
+            best = largest(scores, call.attrs["k"], call.attrs["ties"])
+            best = np.sort(best[best >= 0])
+            out[t, : len(best)] = rows[best]
         return out
 
     def flops(self, node: Node) -> IntDim:
@@ -123,7 +133,10 @@ class MaskToIndex(Op):
 
 @register
 class ListSpans(Op):
-    """The ``vis`` of lists of equal length laid one after another: column t is (t*k, 0, k) for ``lists`` [k, T]."""
+    """The ``vis`` of lists laid one after another: column t is (t*k, 0, n) for ``lists`` [k, T], n without the -1 at the end of a list.
+
+    With it ``flash_attn`` walks the lists instead of whole cell lists, so that its cost grows with k alone.
+    """
 
     name = "list_spans"
     operands = (Operand("lists", "one list of rows per token [k, T]", "i32", min_rank=2, max_rank=2),)
@@ -133,7 +146,8 @@ class ListSpans(Op):
 
     def evaluate(self, call: Call) -> np.ndarray:
         t, k = call.args[0].shape
-        return np.stack([np.arange(t) * k, np.zeros(t), np.full(t, k)], axis=1).astype(np.int32)
+        lengths = ((call.args[0] >= 0) * np.arange(1, k + 1)).max(axis=1, initial=0)
+        return np.stack([np.arange(t) * k, np.zeros(t), lengths], axis=1).astype(np.int32)
 
     def flops(self, node: Node) -> IntDim:
         return 0

@@ -168,8 +168,25 @@ def test_choosing_rows_in_one_operator_equals_scores_mask_and_top_k(ties):  # S6
     composed = run(g, top, {"q": q, "w": w, "k": keys, "cells": ASCENDING, "vis": VIS})
     for t, (base, lo, hi) in enumerate(VIS):
         n = min(4, hi - lo)
-        assert chosen[t, :n].tolist() == composed[t, :n].tolist()
+        assert chosen[t, :n].tolist() == sorted(composed[t, :n].tolist())
         assert (chosen[t, n:] == -1).all() and set(chosen[t, :n]) <= set(ASCENDING[base + lo : base + hi])
+
+
+def test_first_entries_of_a_list_win_where_they_are_seen():  # S143
+    """Also where the token's stretch begins behind them, and where all their scores are the worst."""
+    q, keys = np.abs(normal(4, 3, 8)), np.abs(normal(8, 8))
+    chosen = apply("indexer_topk", q, np.full((4, 3), -1, np.float32), keys, ASCENDING, VIS, k=2, sinks=1)
+    assert chosen[0, 0] == 0 and 0 not in chosen[1] and chosen[2, 0] == 2 and chosen[3].tolist() == [-1, -1]
+    with pytest.raises(IRError, match="sinks = 3"):
+        apply("indexer_topk", q, q[:, :, 0], keys, ASCENDING, VIS, k=2, sinks=3)
+
+
+@pytest.mark.parametrize("k", [8, 20])
+def test_a_choice_of_everything_is_the_list(k):
+    q, w, keys = normal(4, 3, 8), normal(4, 3), normal(8, 8)
+    chosen = apply("indexer_topk", q, w, keys, CELLS, VIS, k=k)
+    for row, (base, lo, hi) in zip(chosen, VIS):
+        assert row[: hi - lo].tolist() == CELLS[base + lo : base + hi].tolist() and (row[hi - lo :] == -1).all()
 
 
 def test_choice_follows_the_list_not_the_place_of_a_row():
@@ -217,6 +234,7 @@ def test_index_lists_are_ascending_and_padded():
     with pytest.raises(IRError, match="sees 5 columns, more than the k = 4"):
         apply("mask_to_index", hidden, k=4)
     assert apply("list_spans", np.zeros((3, 4), np.int32)).tolist() == [[0, 0, 4], [4, 0, 4], [8, 0, 4]]
+    assert apply("list_spans", np.array([[3, 1, -1], [-1, -1, -1]])).tolist() == [[0, 0, 2], [3, 0, 0]]
 
 
 REFUSED = {
