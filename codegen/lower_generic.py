@@ -30,6 +30,9 @@ def lower_generic(low: Lowering, node: Node) -> None:
     rule = RULES.get(node.op.name)
     if rule is None:
         raise CodegenError(f"node {node.name!r}: there is no kernel for the operator {node.op.name}")
+    most = OPERANDS.get(node.op.name, 1)
+    if len(node.operands) > most:
+        raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")
     rule(low, node)
 
 
@@ -277,3 +280,9 @@ RULES: dict[str, Emit] = {
     "mul_mat": _mul_mat,
 }
 """Operator name -> how it is emitted."""
+
+OPERANDS = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "glu", "concat", "get_rows", "kq_mask", "rms_norm_mul", "rope_apply", "mul_mat"), 2),
+    **dict.fromkeys(("soft_max", "rope"), 3),
+}
+"""Operands that the rules of more than one operand know about: a node with others must not lose them silently."""

@@ -21,6 +21,7 @@ SOFTMAX = [
     SoftMax(C("f32", (KV, T, 3)), C("f32", (KV, T, 3)), 0.3, C("f32", (KV, T))),
     SoftMax(C("f32", (7, T)), C("f32", (7, T))),
     SoftMax(Strided("f32", (33, 2), (1, 50), 4), C("f32", (33, 2)), 2.0, C("f16", (33,))),
+    SoftMax(C("f32", (KV, T, 3)), C("f32", (KV, T, 3)), 0.3, C("f32", (KV, T)), sinks=True),
 ]
 SUMS = [
     SumRows(C("f32", (1, T)), C("f32", (1, T))),
@@ -64,10 +65,12 @@ def test_softmax(loaded, spec):
         mask = np.where(buffer(spec.mask, ENV, rng) > 1, -np.inf, 0).astype(np.float16 if spec.mask.dtype == "f16" else np.float32)
         mask[0] = 0
         z = z + repeated(values(spec.mask, mask, ENV), shape)
+    sinks = np.array([-2.0, 1.0, 7.0], np.float32)
     with np.errstate(invalid="ignore"):
-        p = np.exp(z - z.max(-1, keepdims=True))
-        want = p / p.sum(-1, keepdims=True)
-    got = run(spec, target, [a, out, mask], tiles(spec.grid(), ENV), loaded=image, **ENV)[1]
+        top = np.maximum(z.max(-1, keepdims=True), sinks[:, None, None] if spec.sinks else -np.inf)
+        p = np.exp(z - top)
+        want = p / (p.sum(-1, keepdims=True) + (np.exp(sinks[:, None, None] - top) if spec.sinks else 0))
+    got = run(spec, target, [a, out, mask, sinks], tiles(spec.grid(), ENV), loaded=image, **ENV)[1]
     np.testing.assert_allclose(view(spec.out, got, ENV), want, rtol=2e-6, atol=1e-7)
 
 
@@ -81,7 +84,7 @@ def test_softmax_padding_changes_no_bit_and_hidden_rows_are_zero(loaded):
     results = []
     for kv in (32, 40, 104):
         env = {"T": 5, "KV": kv}
-        args = [a[:, :, :kv].copy(), np.zeros((3, 5, kv), np.float32), mask[:, :kv].copy()]
+        args = [a[:, :, :kv].copy(), np.zeros((3, 5, kv), np.float32), mask[:, :kv].copy(), None]
         results.append(run(spec, target, args, tiles(spec.grid(), env), loaded=image, **env)[1])
         assert (results[-1][:, :, 29:] == 0).all() and (results[-1][:, 4] == 0).all()
     assert (results[0][:, :, :29].view(np.uint32) == results[1][:, :, :29].view(np.uint32)).all()
