@@ -12,7 +12,6 @@ from .sampling import Sampler, SamplingOptions
 
 if TYPE_CHECKING:
     from .session import Session
-    from .tokenizer import StreamDecoder
 
 
 class StopFilter:
@@ -50,6 +49,58 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class Continuation:
+    """The tokens of one text as they are sampled: ends, stop texts, decoding. Knows nothing of caches or batches.
+
+    ``tokens`` are the sampled ids without the one that ended it; ``finish_reason``: ``stop`` (end token or stop text), ``length``
+    (n_predict) or ``context`` (the cache is full), empty while it goes on.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        n_predict: int,
+        sampling: SamplingOptions,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        on_token: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._sampler = Sampler(sampling)
+        self._stop, self._on_token, self._n_predict = StopFilter(stop), on_token, n_predict
+        has_tokenizer = session.artifact.metadata.get("tokenizer.ggml.model", "none") != "none"
+        # A model without tokenizer generates ids (``tokens``, ``on_token``); a malformed tokenizer is still an error.
+        self._ends = session.tokenizer.end_ids if has_tokenizer and not ignore_eos else frozenset[int]()
+        self._decoder = session.tokenizer.stream(special=False, at_start=False) if has_tokenizer else None
+        self.tokens: list[int] = []
+        self.finish_reason = "length" if n_predict == 0 else ""
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Tell the sampler what came before."""
+        self._sampler.accept(prompt)
+
+    def step(self, logits: np.ndarray) -> str:
+        """Sample a token from logits f32 [n_vocab]; the text that can be shown now. ``finish_reason`` is set if it was the last."""
+        token = self._sampler.sample(logits)
+        if token in self._ends:
+            return self.end("stop")
+        self.tokens.append(token)
+        piece = self._decoder.push(token) if self._decoder else ""
+        shown = self._stop.push(piece)
+        if self._on_token is not None:
+            self._on_token(token, piece)
+        if self._stop.hit:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self._n_predict:
+            shown += self.end("length")
+        return shown
+
+    def end(self, reason: str) -> str:
+        """End here; the text that was held back."""
+        self.finish_reason = reason
+        rest = self._stop.push(self._decoder.finish()) if self._decoder else ""
+        return rest if self._stop.hit else rest + self._stop.finish()
+
+
 class Generation:
     """One continuation. Iterate for pieces of text; ``text()`` or ``str()`` for all of it. It runs as far as it is read, once.
 
@@ -71,14 +122,11 @@ class Generation:
         context_shift: bool,
         n_keep: int,
     ) -> None:
-        self._session, self._prompt, self._n_predict = session, prompt, n_predict
-        self._sampler = Sampler(sampling)
-        self._stop, self._on_token, self._seq = StopFilter(stop), on_token, seq
-        self._reuse, self._ignore_eos = reuse_prefix, ignore_eos
-        self._shift, self._n_keep = context_shift, n_keep
-        self.tokens: list[int] = []
+        self._session, self._prompt, self._seq = session, prompt, seq
+        self._next = Continuation(session, n_predict, sampling, stop, ignore_eos, on_token)
+        self._reuse, self._shift, self._n_keep = reuse_prefix, context_shift, n_keep
+        self.tokens = self._next.tokens
         self.n_prompt = self.n_reused = 0
-        self.finish_reason = ""
         self._pieces: list[str] = []
         self._run = self._steps()
 
@@ -102,46 +150,30 @@ class Generation:
         """Stop here; the sequence keeps what was evaluated."""
         self._run.close()
 
+    @property
+    def finish_reason(self) -> str:
+        return self._next.finish_reason
+
     def _steps(self) -> Generator[str, None, None]:
-        session, seq = self._session, self._seq
+        session, seq, text = self._session, self._seq, self._next
         logits = self._read_prompt()
-        if self._n_predict == 0:
-            self.finish_reason = "length"
-            return
-        ends = frozenset[int]() if self._ignore_eos else self._end_ids()
-        decoder = self._decoder()
-        while True:
-            token = self._sampler.sample(logits)
-            if token in ends:
-                self.finish_reason = "stop"
-                break
-            self.tokens.append(token)
-            piece = decoder.push(token) if decoder else ""
-            shown = self._stop.push(piece)
-            if self._on_token is not None:
-                self._on_token(token, piece)
+        while not text.finish_reason:
+            shown = text.step(logits)
             if shown:
                 yield shown
-            if self._stop.hit:
-                self.finish_reason = "stop"
+            if text.finish_reason:
                 return
-            if len(self.tokens) == self._n_predict:
-                self.finish_reason = "length"
-                break
+            token = text.tokens[-1:]
             try:
-                logits = session.decode_view([token], seq)
+                logits = session.decode_view(token, seq)
             except RuntimeRefusal as refusal:
                 if not refusal.soft:
                     raise
-                if not self._shift:
-                    self.finish_reason = "context"
-                    break
-                session.shift_context(seq, self._n_keep)
-                logits = session.decode_view([token], seq)
-        rest = self._stop.push(decoder.finish()) if decoder else ""
-        rest += "" if self._stop.hit else self._stop.finish()
-        if rest:
-            yield rest
+                if self._shift:
+                    session.shift_context(seq, self._n_keep)
+                    logits = session.decode_view(token, seq)
+                elif rest := text.end("context"):
+                    yield rest
 
     def _read_prompt(self) -> np.ndarray:
         """Evaluate the prompt in batches; the logits of its last token."""
@@ -152,7 +184,7 @@ class Generation:
             tokens = session._tokens_of(self._prompt, seq)
         if not tokens:
             raise RuntimeRefusal("the prompt is empty; give some text or a token")
-        self._sampler.accept(tokens)
+        self._next.read(tokens)
         self.n_reused = session.keep_prefix(tokens, seq) if self._reuse else 0
         rest = tokens[self.n_reused :]
         self.n_prompt = len(rest)
@@ -165,15 +197,3 @@ class Generation:
         for at in range(0, last, session.n_batch):
             session.decode(rest[at : at + session.n_batch], None, seq, "none")
         return session.decode_view(rest[last:], seq)
-
-    def _end_ids(self) -> frozenset[int]:
-        return self._session.tokenizer.end_ids if self._has_tokenizer() else frozenset()
-
-    def _decoder(self) -> StreamDecoder | None:
-        return self._session.tokenizer.stream(special=False, at_start=False) if self._has_tokenizer() else None
-
-    def _has_tokenizer(self) -> bool:
-        """Models without one generate ids (``tokens``, ``on_token``); a malformed tokenizer is still an error."""
-        return (
-            "tokenizer.ggml.model" in self._session.artifact.metadata and self._session.artifact.metadata["tokenizer.ggml.model"] != "none"
-        )

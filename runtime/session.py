@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,15 +25,19 @@ from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
 from .history import TokenHistory
 from .kvcells import KVCells
+from .rows import ROW_PARALLEL
 from .sampling import SamplingOptions
 from .statistics import Statistics
 
 if TYPE_CHECKING:
     from .generation import Generation
+    from .parallel import ParallelGeneration
     from .state_io import BlobSource, Target
     from .tokenizer import Tokenizer
 
 DEFAULT_N_CTX = 4096
+_DEFRAG_FROM = 128
+"""Visible cells below which gathering them saves nothing."""
 _TOKEN_PROGRAM, _EMBD_PROGRAM = "eval", "eval_embd"
 
 
@@ -42,7 +47,8 @@ class Session:
     ``n_ctx`` None takes the smaller of 4096 and the model's own length, 0 the model's own. ``n_batch`` is clamped to ``n_ctx`` and raised
     to at least 16; ``n_ubatch`` is at most ``n_batch``. ``graph_reuse`` off binds the graph anew for every micro-batch (same results, for
     tests and bug reports). ``seed`` is the default of ``generate``. ``causal`` may be switched while running: off, a token sees its
-    sequence's later tokens too.
+    sequence's later tokens too. ``defrag_threshold`` >= 0 gathers the occupied cells (``defrag``) before a batch whenever more than this
+    share of the visible cells is free.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Session:
         graph_reuse: bool = True,
         expect_digest: str | None = None,
         profile: bool = False,
+        defrag_threshold: float = -1.0,
     ) -> None:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
             if value is not None and not (low <= value <= 1 << 24):
@@ -71,6 +78,7 @@ class Session:
         self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
         self.causal = True
         self.graph_reuse = graph_reuse
+        self.defrag_threshold = defrag_threshold
         self.sizes = {"n_ctx_seq": self.n_ctx // n_seq_max}
         self.stats = Statistics()
         try:
@@ -130,7 +138,7 @@ class Session:
         self,
         tokens: Sequence[int] | np.ndarray | None = None,
         pos: Sequence[int] | np.ndarray | None = None,
-        seq: int | Sequence[int] | Sequence[Sequence[int]] = 0,
+        seq: int | Sequence[int] | Sequence[Sequence[int]] | np.ndarray = 0,
         logits: str | Sequence[int] | np.ndarray = "last",
         *,
         embd: np.ndarray | None = None,
@@ -160,6 +168,17 @@ class Session:
         self._decode(batch, out.append)
         return out[0][0]
 
+    def decode_rows(self, batch: Batch) -> list[np.ndarray]:
+        """Evaluate a batch made by the caller, who answers for its contents; the wanted rows f32 [n_vocab] in order.
+
+        With a single micro-batch they are views that the next evaluation overwrites.
+        """
+        out: list[np.ndarray] = []
+        self._check_open()
+        keep = len(batch) > self.n_ubatch
+        self._decode(batch, lambda rows: out.extend(rows.copy() if keep else rows))
+        return out
+
     def eval(self, text: str | Sequence[int], seq: int = 0) -> np.ndarray:
         """Continue ``seq`` with text or tokens; logits f32 [n_vocab] of the last one."""
         tokens = self._tokens_of(text, seq)
@@ -183,6 +202,8 @@ class Session:
         cells = self.cells
         executor = self._executor_for(_TOKEN_PROGRAM if batch.embd is None else _EMBD_PROGRAM)
         counts = sizes(len(batch), self.n_ubatch)
+        if self.defrag_threshold >= 0 and cells.n_kv() >= _DEFRAG_FROM and cells.holes() > self.defrag_threshold:
+            self.defrag()
         if not self.causal and len(counts) > 1:
             raise RuntimeRefusal(f"{len(batch)} tokens that see each other must fit in one micro-batch; raise n_ubatch ({self.n_ubatch})")
         starts = cells.plan(counts)
@@ -203,7 +224,7 @@ class Session:
             self.history.decoded(batch)
         else:
             self.history.clear()  # what was stored depends on the tokens that followed
-        self.stats.count(len(batch), time.perf_counter() - began)
+        self.stats.count(len(batch), time.perf_counter() - began, _one_each(batch))
 
     def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
         """Fill the inputs for one inserted micro-batch, run it, hand over the wanted rows."""
@@ -292,6 +313,27 @@ class Session:
             n_keep,
         )
 
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n_predict: int = 128,
+        sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
+        stop: Sequence[str] = (),
+        on_token: Callable[[int, int, str], None] | None = None,
+        *,
+        ignore_eos: bool = False,
+        n_parallel: int | None = None,
+    ) -> ParallelGeneration:
+        """Continue many prompts, up to ``n_parallel`` at once (all empty sequences by default) by continuous batching.
+
+        The result yields (index of the prompt, piece); ``.texts()`` runs to the end. Each text is the one ``generate`` gives for its
+        prompt alone. ``sampling`` is one for all or one per prompt; ``on_token(index, token, piece)``.
+        """
+        from .parallel import ParallelGeneration
+
+        options = SamplingOptions(seed=self.seed) if sampling is None else sampling
+        return ParallelGeneration(self, prompts, n_predict, options, tuple(stop), ignore_eos, n_parallel, on_token)
+
     def shift_context(self, seq: int = 0, n_keep: int = 0) -> int:
         """Drop half of the positions after the first ``n_keep`` and move the rest down; returns how many were dropped."""
         low, high = self.cells.pos_min(seq) + n_keep, self.cells.pos_max(seq) + 1
@@ -335,6 +377,24 @@ class Session:
             self._check_shift()
             self.cells.seq_div(seq, p0, p1, k)
             self.history.clear()
+
+    def defrag(self) -> int:
+        """Gather the occupied cells at the front of the cache; returns how many were moved. No logits change.
+
+        A cache with state that does not belong to cells cannot be rearranged: it is left as it is, with a warning.
+        """
+        stores = self._executor.caches
+        strict = [cache.name for cache in stores.specs.values() if cache.part not in ROW_PARALLEL]
+        if strict:
+            warnings.warn(f"the cache stays fragmented: {strict[0]} does not follow when cells move", RuntimeWarning, stacklevel=2)
+            self.defrag_threshold = -1.0
+            return 0
+        src, dst = self.cells.defrag()
+        for name in stores.specs if len(src) else ():
+            stores.rows(name).move(src, dst)
+        if len(src):
+            self._stale = "cells were moved"
+        return len(src)
 
     def apply_shift(self) -> None:
         """Rotate the keys of cells whose positions have moved; ``decode`` and ``state_save`` do it when they must."""
@@ -417,6 +477,12 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _one_each(batch: Batch) -> bool:
+    """Whether each sequence of the batch has one token in it: a decode step of one or several texts."""
+    n = len(batch)
+    return n == 1 or (isinstance(batch.seqs, np.ndarray) and len(np.unique(batch.seqs)) == n)
 
 
 class _Tensors(dict[str, np.ndarray]):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Statistics:
-    """Calls of more than one token count as prompt, calls of one token as decode (llama.cpp's convention). Seconds include everything but
-    sampling.
+    """Calls with one token of each of their sequences count as decode, others as prompt (llama.cpp's convention). Seconds include
+    everything but sampling.
 
     ``reuse_hits`` and ``reuse_misses`` count micro-batches: whether the graph bound for the last one could run again as it was, or its
     arguments were resolved anew. ``miss_reasons`` counts the misses by reason: ``first evaluation``, ``reuse is off``, ``program A -> B``
@@ -25,8 +25,9 @@ class Statistics:
     miss_reasons: Counter[str] = field(default_factory=Counter)
     _last: str = ""
 
-    def count(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens > 1:
+    def count(self, n_tokens: int, seconds: float, one_each: bool = False) -> None:
+        """Note a call of ``n_tokens``; ``one_each``: every sequence had one token in it."""
+        if n_tokens > 1 and not one_each:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
         else:
