@@ -116,6 +116,9 @@ def build(b: Builder) -> Graph:
     step = b.step
     check_cache_types(hp, str(step.observe("type_k")), str(step.observe("type_v")), str(step.observe("idx_type_k")))
     b.graph.symbols = (*b.graph.symbols, "S", *map(str, (WINDOW_VIEW, WINDOW_FIRST, REGION_ROWS, REGION_VISIBLE, REGION_LIST)))
+    plans = [plan(hp, layer, step) for layer in hp.layers if isinstance(layer, OpenPanguLayer)]
+    if any(len(p.blocks) > 1 or len(p.score_blocks) > 1 for p in plans):
+        step.fix_tokens()
     x = enter(b, b.embedding(), hp.streams)
     for i in range(hp.n_layer):
         x = _layer(b, hp, x, i, b.out_ids if i == hp.n_layer - 1 else None)

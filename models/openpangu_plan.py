@@ -90,7 +90,7 @@ def plan(hp: OpenPanguParams, layer: OpenPanguLayer, step: Step) -> Plan:
 
 
 def _blocks(step: Step, size: int) -> list[Block]:
-    """The step's queries in blocks of ``size``; how many there are is all that is looked at, so the last one keeps a symbolic length."""
+    """The step's queries in blocks of ``size``, the last one what remains."""
     out = []
     first = 0
     while step.observe(f"T > {first + size}"):
@@ -112,5 +112,4 @@ def _prefill_parts(step: Step, blk: Block, k: int) -> list[Block]:
     if k > GATHER_ROWS or visible < tokens or visible - tokens + blk.first < GATHER_RATIO * k + PAD:
         return [blk]
     size, end = max(1, GATHER_ROWS // k), min(blk.first + ATTENTION_CHUNK, tokens)
-    starts = range(blk.first, end, size)
-    return [Block(at, min(size, end - at) if end < tokens or at + size < end else step.T - at, True) for at in starts]
+    return [Block(at, min(size, end - at), True) for at in range(blk.first, end, size)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ggufc.ir.dims import Dim, Sym
+from ggufc.ir.dims import Dim, IntDim, Sym
 from ggufc.models.errors import ModelError
 
 Value = int | bool | str
@@ -58,7 +58,7 @@ class Step:
     ``ModelError`` for an option or value that does not exist.
     """
 
-    T: Dim = Sym("T")
+    T: IntDim = Sym("T")
     O: Dim = Sym("O")
     C: Dim = Sym("C")
     KV: Dim = Sym("KV")
@@ -84,6 +84,10 @@ class Step:
         value = self._evaluate(name)
         self._observations[name] = value
         return value
+
+    def fix_tokens(self) -> None:
+        """From now on ``T`` is this step's number of tokens, observed: for graphs that treat blocks of tokens one by one."""
+        self.T = int(self.observe("T"))
 
     def says(self, name: str) -> bool:
         """Whether this step has a concrete value of a size. A graph for all sizes is built from a step that has none: what depends on
