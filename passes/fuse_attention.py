@@ -15,6 +15,9 @@ from ggufc.passes.base import RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
 from ggufc.passes.rules import Body, Match, Pattern, Rewriter, Rule, any_node, op, rule
 
+HIDDEN = -1e29
+"""Mask values below this leave no probability."""
+
 _HEADS_TO_ROWS = (0, 2, 1, 3)
 """[D, T, H] <-> [D, H, T]."""
 
@@ -47,12 +50,40 @@ def do_softcap_scaled(rw: Rewriter, node: Node, m: Match) -> Node | None:
     return _fuse(rw, node, m, m["s"].attrs["s"], m["cap"].attrs["cap"])
 
 
+@rule(
+    "flash-attention-chosen",
+    op(
+        "mul_mat",
+        any_node("vv"),
+        op(
+            "soft_max",
+            _SCORES,
+            op(
+                "add",
+                op("kq_mask", bind="mask"),
+                op("blend", op("fill", bind="hidden"), any_node("chosen"), bind="selected"),
+                bind="chosen_mask",
+                swap=True,
+            ),
+            once=True,
+            bind="p",
+        ),
+    ),
+)
+def do_chosen(rw: Rewriter, node: Node, m: Match) -> Node | None:
+    """A mask that hides all but a choice of cells per token: attention over lists of the chosen ones."""
+    if m["hidden"].attrs["value"] > HIDDEN or m["selected"].attrs["value"] != 0.0 or not isinstance(m["chosen"].type.ne[0], int):
+        return None
+    return _fuse(rw, node, m, m["p"].attrs["scale"], 0.0)
+
+
 _SOFTCAP = op("softcap", _SCORES, once=True, bind="cap")
 _SOFTCAP_SCALED = op("softcap", op("scale", _SCORES, once=True, bind="s"), once=True, bind="cap")
 ATTENTION_RULES: tuple[Rule, ...] = (
     *_with_and_without_sinks("flash-attention", _SCORES, do_plain),
     *_with_and_without_sinks("flash-attention-softcap", _SOFTCAP, do_softcap),
     *_with_and_without_sinks("flash-attention-softcap-scaled", _SOFTCAP_SCALED, do_softcap_scaled),
+    do_chosen,
 )
 
 
@@ -69,12 +100,12 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     v_heads = _cache_heads(vv, ne0, along_cells=0) or _part_of_rows(vv, ne0, k_heads)
     if v_heads is None or k_heads[1] != v_heads[1]:
         return None
-    if any(_superseded(rw, cache, node) for cache, _ in (k_heads, v_heads)):
+    if any(superseded(rw, cache, node) for cache, _ in (k_heads, v_heads)):
         return None
     n_head_kv = k_heads[1]
     if queries.type.ne4[3] != 1 or not isinstance(heads, int) or heads % n_head_kv:
         return None
-    cells, visible = m["mask"].operands
+    cells, visible = _chosen_lists(rw, m) if "chosen" in m else m["mask"].operands
     values = v_heads[0]
     if _is_part(vv, values):
         # Latent attention: the values are some of the numbers of a key row.
@@ -98,8 +129,22 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     return rw.add("permute", fused, axes=_HEADS_TO_ROWS[: max(3, node.type.rank)])
 
 
-def _superseded(rw: Rewriter, version: Node, node: Node) -> bool:
-    """Is the cache written again before ``node``? The scores may have been computed earlier; the fused operator reads both caches late."""
+def _chosen_lists(rw: Rewriter, m: Match) -> tuple[Node, Node]:
+    """The lists of chosen cells laid one after another, and their spans.
+
+    ``indexer_topk`` of the same cell lists chose visible cells only. Any other choice may hold hidden ones: there the mask says what it
+    left over, in the order of the cells.
+    """
+    lists = m["chosen"]
+    if lists.op.name != "indexer_topk" or lists.operands[3:5] != m["mask"].operands:
+        lists = rw.add("mask_to_index", m["chosen_mask"], name=f"{lists.name}.visible", k=lists.type.ne[0])
+    k, tokens = lists.type.ne
+    cells = rw.add("reshape", lists, name=f"{lists.name}.cells", ne=(k * tokens,))
+    return cells, rw.add("list_spans", lists, name=f"{lists.name}.spans")
+
+
+def superseded(rw: Rewriter, version: Node, node: Node) -> bool:
+    """Is the cache written again before ``node``? Scores may have been computed earlier; a fused operator reads caches late."""
     return any(
         user.op.writes_cache and written_version(user) is version and rw.stands_before(user, node) for user in _through_views(rw, version)
     )
@@ -166,9 +211,10 @@ class FuseAttention(RulePass):
     """The unfused attention sequence with a ``kq_mask`` -> ``flash_attn`` over the cell lists.
 
     Precondition: a valid graph in which keys and values are whole-row views of caches (any dtype, or decoded to f32), or values are part
-    of the key rows of a single KV head, and the mask comes from ``kq_mask``. Sinks come along. Postcondition: no such sequence is left,
-    unless something else reads its scores or probabilities. ``flash_attn`` never reads the padded ``KV``, so a graph in which all
-    attention is fused serves every number of visible cells.
+    of the key rows of a single KV head, and the mask comes from ``kq_mask``, narrowed to a choice of cells per token or not. Sinks come
+    along. Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads
+    the padded ``KV``, so a graph in which all attention is fused serves every number of visible cells; over a choice its cost grows with
+    the number chosen alone.
     """
 
     name: ClassVar[str] = "fuse-attention"

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from ggufc.passes.manager import PassRecord
 
-FUSION_PASSES = ("fuse-norm", "fuse-glu", "fuse-attention", "fuse-rope", "merge-qkv", "merge-gate-up", "hoist")
+FUSION_PASSES = (
+    "fuse-norm", "fuse-glu", "fuse-sum-rows-ext", "fuse-indexer-topk", "fuse-attention", "fuse-rope", "merge-qkv", "merge-gate-up", "hoist",
+)  # fmt: skip
 
 
 def fusion_counts(records: Iterable[PassRecord]) -> dict[str, int]:

@@ -9,8 +9,10 @@ from ggufc.passes.cse import Cse
 from ggufc.passes.dce import Dce
 from ggufc.passes.fuse_attention import FuseAttention
 from ggufc.passes.fuse_glu import FuseGlu
+from ggufc.passes.fuse_indexer_topk import FuseIndexerTopk
 from ggufc.passes.fuse_norm import FuseNorm
 from ggufc.passes.fuse_rope import FuseRope
+from ggufc.passes.fuse_sum_rows_ext import FuseSumRowsExt
 from ggufc.passes.hoist import Hoist
 from ggufc.passes.memory_plan import MemoryPlan
 from ggufc.passes.merge_gate_up import MergeGateUp
@@ -26,6 +28,8 @@ REGISTRY: dict[str, type[Pass]] = {
         Dce,
         FuseNorm,
         FuseGlu,
+        FuseSumRowsExt,
+        FuseIndexerTopk,
         FuseAttention,
         FuseRope,
         MergeQkv,
@@ -39,7 +43,10 @@ REGISTRY: dict[str, type[Pass]] = {
 }
 """Every pass by the name it has in pipelines."""
 
-FUSIONS = "canonicalize,cse,fuse-norm,fuse-glu,fuse-attention,fuse-rope,merge-qkv,merge-gate-up,hoist,cse,dce"
+FUSIONS = (
+    "canonicalize,cse,fuse-norm,fuse-glu,fuse-sum-rows-ext,fuse-indexer-topk,fuse-attention,fuse-rope,merge-qkv,merge-gate-up,"
+    "hoist,cse,dce"
+)
 """The rewrites of the default pipeline."""
 
 ANALYSES = "cache-fixups,reuse-key,node-budget,memory-plan"
