@@ -190,8 +190,8 @@ class KVCells:
         self.n_written = max(self.n_written, self._top)
 
     def holes(self) -> float:
-        """Share of free cells in the visible length: 0 for a dense cache."""
-        return 1.0 - self.used / self.n_kv()
+        """Share of the visible length that is free; 0 where no free cell lies between occupied ones."""
+        return 1.0 - self.used / self.n_kv() if self._top > self.used else 0.0
 
     def defrag(self) -> tuple[np.ndarray, np.ndarray]:
         """Fill free cells from the front with occupied ones from the end; positions, owners and pending rotations move along.
