@@ -35,6 +35,7 @@ def run(
     """Launch ``spec``; arrays not in ``writes`` are read-only. ``tiles``: what the schedule gives the launch; ``slice_tokens``: attention's slices."""
     memory = GlobalMemory()
     gpu = Simt(ptx_of(spec), memory, races)
+    args = [*args, *[None] * (len(spec.arg_names) - len(args))]
     words, arrays = [], []
     for i, a in enumerate(args):
         if isinstance(a, np.ndarray):

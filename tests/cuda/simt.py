@@ -1,7 +1,7 @@
 """A SIMT interpreter for the PTX our kernels consist of.
 
-All threads of many blocks run in lockstep over numpy arrays, a register being one array. Threads that diverge run apart, lowest address first, and so meet again
-where paths join. Blocks synchronise at ``bar.sync``. What a GPU would punish is an error: accesses outside allocations or misaligned, shared memory read
+All threads of many blocks run in lockstep over numpy arrays, a register being one array. Threads that diverge run apart, lowest address first; the lanes of a warp
+meet at shuffles and warp barriers. Blocks synchronise at ``bar.sync``. What a GPU would punish is an error: accesses outside allocations or misaligned, shared memory read
 before it was written, a barrier or a shuffle that not all its threads reach, and races (``simt_memory.AccessLog``).
 
     memory = GlobalMemory();  gpu = Simt(ptx_text, memory)
@@ -25,6 +25,7 @@ _RAW = {"%p": np.bool_, "%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32}
 _REGISTER = re.compile(r"(%p|%rs|%rd|%rq|%r)(\d+)")
 _SPECIAL = re.compile(r"%(tid|ctaid|ntid|nctaid)\.([xyz])")
 _END = re.compile(r"^(bra|ret|exit|bar\.sync|barrier\.sync|barrier\.cta\.sync)")
+_MEETING = re.compile(r"^(shfl\.sync|bar\.warp)")
 _BATCH_THREADS = 1 << 14
 _MOST_STEPS = 2_000_000
 
@@ -79,8 +80,12 @@ class _Program:
         self.function, self.symbols = function, symbols
         cuts = {0, *function.labels.values()}
         cuts.update(i + 1 for i, ins in enumerate(function.code) if _END.match(ins.opcode))
+        meetings = [i for i, ins in enumerate(function.code) if _MEETING.match(ins.opcode)]
+        cuts.update(meetings)
         starts = sorted(c for c in cuts if c < len(function.code))
         self.number = {start: i for i, start in enumerate(starts)}
+        self.meets = [start in set(meetings) for start in starts]
+        """Pieces that begin with an instruction all lanes of a warp must reach."""
         self.pieces: list[tuple[list[tuple[Instruction, Callable[[_Run, Index], None]]], Instruction | None]] = []
         translate = _Translator(function, symbols)
         for start, stop in zip(starts, [*starts[1:], len(function.code)]):
@@ -141,13 +146,11 @@ class _Run:
         waiting = np.zeros(self.n, bool)
         while True:
             runnable = np.where(waiting, done, pc)
-            piece = int(runnable.min())
+            piece, chosen = self._next(runnable, done)
             if piece == done:
-                if not waiting.any():
+                if (pc == done).all():
                     return
-                self._release(pc, waiting, done)
-                continue
-            chosen = np.flatnonzero(runnable == piece)
+                raise self._stuck(pc, waiting, done)
             idx: Index = slice(None) if len(chosen) == self.n else chosen
             code, end = pieces[piece]
             for instruction, run in code:
@@ -157,6 +160,19 @@ class _Run:
             if self.steps > _MOST_STEPS:
                 raise self.fail("does not end")
             self._finish(piece, end, idx, pc, waiting, done)
+
+    def _next(self, runnable: np.ndarray, done: int) -> tuple[int, np.ndarray]:
+        """The lowest piece some threads can run, and these threads; lanes wait where their warp has to meet."""
+        while True:
+            piece = int(runnable.min())
+            chosen = np.flatnonzero(runnable == piece)
+            if piece == done or not self.program.meets[piece]:
+                return piece, chosen
+            here = np.bincount(self.warp[chosen], minlength=len(self.warp_sizes))
+            whole = (here == self.warp_sizes)[self.warp[chosen]]
+            if whole.any():
+                return piece, chosen[whole]
+            runnable[chosen] = done
 
     def _finish(self, piece: int, end: Instruction | None, idx: Index, pc: np.ndarray, waiting: np.ndarray, done: int) -> None:
         if end is None:
@@ -188,12 +204,14 @@ class _Run:
         waiting[threads] = False
         self.epoch[threads] += 1
 
-    def _release(self, pc: np.ndarray, waiting: np.ndarray, done: int) -> None:
-        """Nothing can run: the barrier of some block will never be complete."""
-        block = int(self.local_block[waiting][0])
-        here = int((waiting & (self.local_block == block)).sum())
-        raise SimtError(
-            f"{self.function.name}: {here} of {self.block_size} threads of block {block + self.first} wait at a barrier the others never reach"
+    def _stuck(self, pc: np.ndarray, waiting: np.ndarray, done: int) -> SimtError:
+        """Nothing can run: some barrier, or some meeting of a warp, will never be complete."""
+        stopped = waiting if waiting.any() else pc < done
+        block = int(self.local_block[stopped][0])
+        here = int((stopped & (self.local_block == block)).sum())
+        what = "a barrier" if waiting.any() else "a shuffle or warp barrier"
+        return SimtError(
+            f"{self.function.name}: {here} of {self.block_size} threads of block {block + self.first} wait at {what} the others never reach"
         )
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -280,9 +298,9 @@ class _Translator:
 
     def constant(self, operand: str, dtype: Any) -> Any:
         if operand.startswith("0f"):
-            return np.array([int(operand[2:], 16)], np.uint32).view(np.float32).astype(dtype)
+            return np.array([int(operand[2:], 16)], np.uint32).view(np.float32).view(dtype)
         if operand.startswith("0d"):
-            return np.array([int(operand[2:], 16)], np.uint64).view(np.float64).astype(dtype)
+            return np.array([int(operand[2:], 16)], np.uint64).view(np.float64).view(dtype)
         if operand in self.function.shared:
             return np.array([self.function.shared[operand][0]], dtype)
         if operand in self.symbols:
@@ -430,9 +448,6 @@ class _Translator:
         def run(s: _Run, idx: Index) -> None:
             if members != -1:
                 raise s.fail("a shuffle among some lanes is outside the subset")
-            active = np.bincount(s.warp[idx], minlength=len(s.warp_sizes))
-            if ((active != 0) & (active != s.warp_sizes)).any():
-                raise s.fail("a shuffle is not reached by all lanes of a warp", idx)
             whole = np.zeros(s.n, np.uint32)
             whole[idx] = value(s, idx)
             other = np.arange(s.n)[idx] ^ mask
@@ -445,9 +460,6 @@ class _Translator:
             raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
 
         def run(s: _Run, idx: Index) -> None:
-            active = np.bincount(s.warp[idx], minlength=len(s.warp_sizes))
-            if ((active != 0) & (active != s.warp_sizes)).any():
-                raise s.fail("a warp barrier is not reached by all lanes", idx)
             s.warp_epoch[idx] += 1
 
         return run

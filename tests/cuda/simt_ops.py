@@ -91,7 +91,7 @@ def permute(a, b, selector):  # type: ignore[no-untyped-def]
         s = (selector >> np.uint32(4 * i)) & np.uint32(15)
         byte = (both >> ((s & np.uint32(7)).astype(np.uint64) * np.uint64(8))) & np.uint64(255)
         sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-        out |= np.where(s & np.uint32(8), sign, byte) << np.uint64(8 * i)
+        out = out | np.where(s & np.uint32(8), sign, byte) << np.uint64(8 * i)
     return out.astype(np.uint32)
 
 
@@ -104,7 +104,9 @@ FLOAT_BINARY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.fmin, "max": np.fmax,
     "copysign": lambda a, b: np.copysign(b, a),
 }  # fmt: skip
-UNARY: dict[str, Callable[..., Any]] = {"neg": np.negative, "abs": np.abs, "not": np.bitwise_not}
+UNARY: dict[str, Callable[..., Any]] = {
+    "neg": np.negative, "abs": np.abs, "not": np.bitwise_not, "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
+}  # fmt: skip
 FLOAT_UNARY: dict[str, Callable[..., Any]] = {"neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "rcp": lambda a: a.dtype.type(1) / a}
 TERNARY: dict[str, Callable[..., Any]] = {
     "fma": _fma, "mad.lo": lambda a, b, c: a * b + c, "mad.wide": lambda a, b, c: _mul_wide(a, b) + c, "bfe": _bfe,
