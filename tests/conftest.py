@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from support import golden_cases, golden_dirs
 
 __all__ = ["golden_cases", "golden_dirs"]
+
+
+# A gate started in the background ignores SIGINT, and so would every process the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

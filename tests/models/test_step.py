@@ -45,7 +45,7 @@ def test_what_the_step_does_not_say_is_refused(name: str) -> None:
     assert step.observations == {}
 
 
-@pytest.mark.parametrize("options", [{"type_q": "f16"}, {"type_k": "q4_1"}, {"type_v": 16}, {"embd_input": "yes"}, {"embd_input": 1}])
+@pytest.mark.parametrize("options", [{"type_q": "f16"}, {"type_k": "q2_k"}, {"type_v": 16}, {"embd_input": "yes"}, {"embd_input": 1}])
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(ModelError, match=f"{next(iter(options))}"):
         Step(options)  # type: ignore[arg-type]
