@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -89,3 +90,18 @@ def test_doctor_lists_what_is_supported_as_the_readme_says(invoke) -> None:
     assert report["architectures"].split(", ") == sorted(registry.ARCHITECTURES)
     assert set(report["weights"].split()) == set(known_formats())
     assert report["problems"] == []
+
+
+def test_the_packages_to_install_are_the_packages_there_are() -> None:
+    """A package that is named too early breaks every installation that is not editable; one forgotten breaks it on import."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    rooms = tool["package-dir"]
+    folders = {
+        name: ROOT / rooms[name] if name in rooms else ROOT / rooms[name.rpartition(".")[0]] / name.rpartition(".")[2]
+        for name in tool["packages"]
+    }
+    for name, folder in folders.items():
+        assert (folder / "__init__.py").is_file(), f"{name} has no folder with an __init__.py"
+    for room in rooms.values():
+        for file in (ROOT / room).rglob("__init__.py"):
+            assert file.parent in folders.values(), f"{file.parent.relative_to(ROOT)} is not in pyproject.toml's list of packages"
