@@ -29,29 +29,38 @@ def compile(
     type_k: str = "f16",
     type_v: str = "f16",
     passes: str | None = None,
+    builder: Mapping[str, int | bool | str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CompileReport:
     """Compile a GGUF model into the artifact ``output``, which appears whole or not at all.
 
     ``target`` is ``native``, a feature level or a list of CPU features; ``type_k`` and ``type_v`` are the dtypes of the KV cache;
-    ``passes`` replaces the pass pipeline; ``jobs`` bounds the processes used. Raises ``GgufcError``.
+    ``passes`` replaces the pass pipeline; ``builder`` holds options of the model's graph (``{"mla": 0}``); ``jobs`` bounds the processes
+    used. Raises ``GgufcError``.
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 
-    options = CompileOptions(target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs)
+    options = CompileOptions(target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs, builder=dict(builder or {}))
     return compile_file(model_file(str(source)), Path(output), options, progress)
 
 
-def _fetch(source: Path, options: dict[str, str], jobs: int | None, say: Say, progress: Progress | None) -> Path:
-    """The artifact of a model file from the cache, compiled if need be. The caller's options are text: they are part of the cache key."""
+def _fetch(
+    source: Path, options: dict[str, str], builder: dict[str, int | bool | str], jobs: int | None, say: Say, progress: Progress | None
+) -> Path:
+    """The artifact of a model file from the cache, compiled if need be. ``options`` is text: it is part of the cache key."""
 
     def build(output: Path) -> None:
         from ggufc.codegen.compile import CompileOptions, compile_file
 
         say(f"compiling {source.name}")
         compile_options = CompileOptions(
-            target=options["target"], type_k=options["type_k"], type_v=options["type_v"], pipeline=options["passes"] or None, jobs=jobs
+            target=options["target"],
+            type_k=options["type_k"],
+            type_v=options["type_v"],
+            pipeline=options["passes"] or None,
+            jobs=jobs,
+            builder=builder,
         )
         compile_file(source, output, compile_options, progress)
 
@@ -65,6 +74,7 @@ def artifact_for(
     type_k: str | None = None,
     type_v: str | None = None,
     passes: str | None = None,
+    builder: Mapping[str, int | bool | str] | None = None,
     jobs: int | None = None,
     say: Say = lambda _: None,
     progress: Progress | None = None,
@@ -76,6 +86,7 @@ def artifact_for(
     """
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
     options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
+    options |= {f"builder.{key}": repr(value) for key, value in (builder or {}).items()}
     if target == "native":
         from ggufc.runtime.cpuinfo import host_features
 
@@ -88,7 +99,7 @@ def artifact_for(
     if path.suffix == cache.SUFFIX or is_artifact(path):
         _check_cache_types(path, {"k": type_k, "v": type_v})
         return path
-    return _fetch(path, options, jobs, say, progress)
+    return _fetch(path, options, dict(builder or {}), jobs, say, progress)
 
 
 def _check_cache_types(artifact: Path, wanted: Mapping[str, str | None]) -> None:
@@ -111,6 +122,7 @@ def load(
     target: str = "native",
     type_k: str | None = None,
     type_v: str | None = None,
+    builder: Mapping[str, int | bool | str] | None = None,
     progress: Progress | None = None,
     **session_options: Any,
 ) -> Session:
@@ -120,5 +132,5 @@ def load(
     """
     from ggufc.runtime import Session
 
-    artifact = artifact_for(str(source), target=target, type_k=type_k, type_v=type_v, progress=progress)
+    artifact = artifact_for(str(source), target=target, type_k=type_k, type_v=type_v, builder=builder, progress=progress)
     return Session(artifact, **session_options)

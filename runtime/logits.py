@@ -54,6 +54,16 @@ def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_GRAPH_OPTIONS: dict[str, type] = {"mla": int, "dsa": bool, "dsa_top_k": int, "fidx": bool, "idx_type_k": str}
+
+
+def graph_options(options: Mapping[str, Any]) -> dict[str, int | bool | str]:
+    """The options of a case that concern how the model's graph is built, as compilation takes them (``builder``)."""
+    return {
+        key: kind(int(options[key])) if kind is not str else str(options[key]) for key, kind in _GRAPH_OPTIONS.items() if key in options
+    }
+
+
 def check_case(case: Mapping[str, Any]) -> None:
     """Refuse, by name, options and steps this version does not know or cannot run."""
     options = case.get("options", {})

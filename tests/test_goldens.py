@@ -10,7 +10,20 @@ import pytest
 
 from support import golden_cases
 
-PREFIXES = ("llama-", "gemma3-", "quant-")
+PREFIXES = (
+    "llama-",
+    "gemma2-",
+    "gemma3-",
+    "quant-",
+    "qwen2-",
+    "qwen3-",
+    "qwen3moe-",
+    "phi3-",
+    "gpt-oss-",
+    "glm4moe-",
+    "smollm3-",
+    "deepseek2-",
+)
 CASES = golden_cases(*PREFIXES)
 
 
@@ -18,7 +31,7 @@ CASES = golden_cases(*PREFIXES)
 def run(tmp_path_factory):
     """``run(case folder) -> {step name: logits}`` through a compiled artifact, as ``ggufc logits`` does."""
     from ggufc.codegen.compile import CompileOptions, compile_file
-    from ggufc.runtime.logits import run_case, session_options
+    from ggufc.runtime.logits import graph_options, run_case, session_options
     from ggufc.runtime.session import Session
 
     folder = tmp_path_factory.mktemp("artifacts")
@@ -28,7 +41,8 @@ def run(tmp_path_factory):
         options = spec["options"]
         artifact = folder / "case.ggufc"
         cache = {key: options[key] for key in ("type_k", "type_v") if key in options}
-        compile_file(case / "model.gguf", artifact, CompileOptions(target=target, pipeline=pipeline, jobs=1, **cache))
+        compilation = CompileOptions(target=target, pipeline=pipeline, jobs=1, builder=graph_options(options), **cache)
+        compile_file(case / "model.gguf", artifact, compilation)
         return run_case(lambda o: Session(artifact, **session_options(o)), spec, case)
 
     return go

@@ -42,7 +42,15 @@ def command(
             raise DriverError(f"{output} exists; choose another -o, or --force to replace it")
     with terminal.progress() as progress:
         report = ggufc.compile(
-            source, output, target=target, type_k=type_k or "f16", type_v=type_v or "f16", passes=passes, jobs=jobs, progress=progress
+            source,
+            output,
+            target=target,
+            type_k=type_k or "f16",
+            type_v=type_v or "f16",
+            passes=passes,
+            builder=options.builder_options(),
+            jobs=jobs,
+            progress=progress,
         )
     click.echo(
         f"{report.output}: {size_words(report.artifact_bytes)} ({report.artifact_bytes / report.source_bytes:.2f} x the model), "

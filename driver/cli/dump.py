@@ -59,7 +59,9 @@ def command(
     if is_artifact(path):
         result = _render(_artifact_graph(path, stage, graph_name), form, layer)
     else:
-        compile_options = CompileOptions(target=target, type_k=type_k or "f16", type_v=type_v or "f16", pipeline=passes)
+        compile_options = CompileOptions(
+            target=target, type_k=type_k or "f16", type_v=type_v or "f16", pipeline=passes, builder=options.builder_options()
+        )
         code = _text_stage(path, compile_options, stage, graph_name)
         result = _render(_stage_graph(path, compile_options, stage, graph_name), form, layer) if code is None else code
     if output:

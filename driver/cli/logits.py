@@ -41,12 +41,13 @@ def command(
     version does not know is refused by name. Cache types come from the case unless -ctk and -ctv say otherwise.
     """
     from ggufc.runtime import Session
-    from ggufc.runtime.logits import check_case, run_case, session_options
+    from ggufc.runtime.logits import check_case, graph_options, run_case, session_options
 
     case = read_case(case_file)
     check_case(case)
     wanted = case.get("options", {})
-    artifact = options.artifact(model, type_k or wanted.get("type_k"), type_v or wanted.get("type_v"), target)
+    builder = graph_options(wanted) | options.builder_options()
+    artifact = options.artifact(model, type_k or wanted.get("type_k"), type_v or wanted.get("type_v"), target, builder)
 
     def make_session(case_options: dict[str, Any]) -> Session:
         settings = session_options(case_options)

@@ -44,12 +44,50 @@ model: Callable[[F], F] = stack(
 )
 
 cache_types: Callable[[F], F] = stack(
-    click.option("-ctk", "--cache-type-k", "type_k", default=None, metavar="TYPE", help="dtype of the K cache: f16 (default) or f32."),
-    click.option("-ctv", "--cache-type-v", "type_v", default=None, metavar="TYPE", help="dtype of the V cache: f16 (default) or f32."),
+    click.option(
+        "-ctk",
+        "--cache-type-k",
+        "type_k",
+        default=None,
+        metavar="TYPE",
+        help="dtype of the K cache: f16 (default), f32, bf16, q8_0, q5_1 ... iq4_nl.",
+    ),
+    click.option("-ctv", "--cache-type-v", "type_v", default=None, metavar="TYPE", help="dtype of the V cache, likewise."),
+)
+
+_BUILDER = "ggufc.builder"
+
+
+def _builder_option(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Options of the model's graph travel in the context: commands hand them on through ``builder_options``."""
+    if value is not None:
+        ctx.meta.setdefault(_BUILDER, {})[param.name] = value
+    return value
+
+
+def builder_options() -> dict[str, int | bool | str]:
+    """What ``graph_options`` collected for the running command."""
+    ctx = click.get_current_context(silent=True)
+    return dict(ctx.meta.get(_BUILDER, {})) if ctx is not None else {}
+
+
+def _graph_option(*names: str, **settings: Any) -> Callable[[F], F]:
+    return click.option(*names, default=None, expose_value=False, callback=_builder_option, **settings)
+
+
+graph_options: Callable[[F], F] = stack(
+    _graph_option("--mla", type=click.IntRange(0, 3), help="Latent attention: 0 decompressed, 1 to 3 (default) on cached latents."),
+    _graph_option("--dsa/--no-dsa", "dsa", help="Attend only to what the model's indexer chooses (where the model leaves it open)."),
+    _graph_option("--dsa-top-k", "dsa_top_k", type=click.IntRange(-1), help="Rows an indexer keeps; -1: as the model says."),
+    _graph_option("-fidx/-no-fidx", "fidx", help="Let passes fuse an indexer's scores and choice (default)."),
+    _graph_option(
+        "-ctik", "--cache-type-idx-k", "idx_type_k", metavar="TYPE", help="dtype of indexer key caches: f16 (default), q8_0, ..."
+    ),
 )
 
 build: Callable[[F], F] = stack(
     cache_types,
+    graph_options,
     click.option("--target", default="native", show_default=True, metavar="LEVEL|FEATURES", help="CPU to compile for."),
 )
 
@@ -118,14 +156,27 @@ def sampling_options(given: dict[str, Any]) -> Any:
     return SamplingOptions(**chosen)
 
 
-def artifact(model: str, type_k: str | None = None, type_v: str | None = None, target: str = "native") -> Path:
-    """The artifact of a model reference, pulled and compiled as needed with progress on stderr."""
+def artifact(
+    model: str,
+    type_k: str | None = None,
+    type_v: str | None = None,
+    target: str = "native",
+    builder: dict[str, int | bool | str] | None = None,
+) -> Path:
+    """The artifact of a model reference, pulled and compiled as needed with progress on stderr; ``builder`` None: the command's own."""
     from ggufc.api import artifact_for
     from ggufc.cli import terminal
 
     with terminal.progress() as progress:
         return artifact_for(
-            model, target=target, type_k=type_k, type_v=type_v, say=terminal.say, progress=progress, quiet=not terminal.is_terminal()
+            model,
+            target=target,
+            type_k=type_k,
+            type_v=type_v,
+            builder=builder_options() if builder is None else builder,
+            say=terminal.say,
+            progress=progress,
+            quiet=not terminal.is_terminal(),
         )
 
 
