@@ -13,6 +13,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.weight_plan import StoredWeight, WeightPlan, as_f32
 from ggufc.codegen.weights import weight_format
 from ggufc.formats import artifact as fmt
+from ggufc.formats import cuda
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.gguf_writer import GGUFWriter
@@ -30,8 +31,9 @@ def write_artifact(
     image: Image,
     weights: list[tuple[WeightPlan, StoredWeight]],
     progress: Callable[[int, int], None] | None = None,
+    ptx: tuple[cuda.CudaManifest, dict[str, str]] | None = None,
 ) -> None:
-    """Write ``output`` atomically; memory stays at a few chunks whatever the size of the model."""
+    """Write ``output`` atomically; memory stays at a few chunks whatever the size of the model. ``ptx``: GPU code by architecture."""
     writer = GGUFWriter(output, ALIGNMENT)
     split = [key for key in source.metadata if key.startswith("split.")]
     writer.copy_metadata(source, except_keys={"general.alignment", *split})
@@ -44,6 +46,11 @@ def write_artifact(
     writer.add(fmt.DIGEST_KEY + "manifest", hashlib.sha256(text.encode()).hexdigest())
     writer.add(fmt.DIGEST_KEY + "image", hashlib.sha256(image.code).hexdigest())
     writer.add_tensor(f"{fmt.IMAGE_TENSOR}.{manifest.target.split('-')[0]}", (code.size,), "i8", code)
+    if ptx is not None:
+        writer.add(cuda.KEY, cuda.dumps(ptx[0]))
+        for name, source_text in ptx[1].items():
+            raw = np.frombuffer(source_text.encode("ascii"), np.uint8)
+            writer.add_tensor(f"{cuda.TENSOR}.{name}", (raw.size,), "i8", raw)
     done = 0
     total = sum(stored_bytes(w) for _, w in weights)
 

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
 from ggufc.codegen.options import CompileOptions, CompileReport
+from ggufc.formats.cuda import CudaManifest
 from ggufc.formats.errors import GgufcError
 
 
@@ -48,7 +50,8 @@ def compile_here(
         manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)
         weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
         graphs = {c.name: print_graph(c.graph) for c in compilations}
-        write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total))
+        ptx = _gpu_code(specs, options.cuda, say) if options.cuda else None
+        write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total), ptx)
         lap("weights")
         source_bytes = sum(os.path.getsize(p) for p in gguf.paths)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -65,6 +68,18 @@ def compile_here(
         1024 * (own + jobs * helpers),
         phases,
     )
+
+
+def _gpu_code(specs: list[Any], targets: tuple[str, ...], say: Callable[[str, int, int], None]) -> tuple[CudaManifest, dict[str, str]]:
+    """PTX of every kernel for every GPU target."""
+    from ggufc.codegen import nvptx
+
+    texts: dict[str, str] = {}
+    for target in dict.fromkeys(nvptx.resolve(t) for t in targets):
+        say("gpu kernels", len(texts), len(targets))
+        texts[target.sm] = nvptx.emit_ptx(specs, target)
+    say("gpu kernels", len(targets), len(targets))
+    return nvptx.manifest(specs, texts), texts
 
 
 def _send(event: dict[str, object]) -> None:

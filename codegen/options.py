@@ -12,7 +12,7 @@ class CompileOptions(msgspec.Struct, frozen=True):
     text, None for the default.
     ``jobs``: processes that generate code, None for as many as there are cores (at most 2). ``builder``: options of the model's builder
     (``models.step.OPTIONS``), such as
-    ``{"mla": 0}``.
+    ``{"mla": 0}``. ``cuda``: GPU architectures (``sm_90``) whose code the artifact holds beside the CPU's.
     """
 
     target: str = "native"
@@ -21,6 +21,7 @@ class CompileOptions(msgspec.Struct, frozen=True):
     pipeline: str | None = None
     jobs: int | None = None
     builder: dict[str, int | bool | str] = {}
+    cuda: tuple[str, ...] = ()
 
 
 class CompileReport(msgspec.Struct, frozen=True):

@@ -177,31 +177,38 @@ class Executor:
         self._places: dict[tuple[str, str], tuple[int, int]] = {}
         self._keep: list[Region] = []
         for spec in program.inputs:
-            ne = self._size(spec.ne, f"input {spec.name}")
-            dtype, width, symbol = _INPUTS.get(spec.kind, ("", 0, "T"))
-            wanted = (width or self.artifact.manifest.n_embd) * self.limits.env()[symbol]
-            if spec.dtype != dtype or math.prod(ne) != wanted:
-                raise ArtifactError(
-                    f"{self.artifact.path}: input {spec.name} ({spec.kind}) is {spec.dtype}{ne}, which this version cannot fill; "
-                    "compile the model again"
-                )
-            region = Region(4 * wanted, f"input {spec.name}")
+            region = Region(4 * self._input_values(spec), f"input {spec.name}")
             self._keep.append(region)
             self._places["input", spec.name] = (region.base, region.size)
             self.inputs[spec.name] = region.bytes.view(_NUMPY[spec.dtype])
-        for name, forms in program.outputs.items():
-            ne = self._size(forms, f"output {name}")
-            rows = self.limits.n_ubatch
-            if name == "logits" and ne != [self.artifact.manifest.n_vocab, rows]:
-                raise ArtifactError(
-                    f"{self.artifact.path}: the logits are {ne} for {rows} rows of {self.artifact.manifest.n_vocab}; compile the "
-                    "model again"
-                )
-            region = Region(4 * math.prod(ne), f"output {name}")
+        for name in program.outputs:
+            region = Region(4 * self._output_values(name), f"output {name}")
             self._outputs[name] = region
             self._places["output", name] = (region.base, region.size)
         for name, offset in self.caches.offsets.items():
             self._places["cache", name] = (self.caches.memory.base + offset, self.caches.row_bytes[name] * self.caches.n_cells)
+
+    def _input_values(self, spec: fmt.Input) -> int:
+        """Values an input holds at the limits; ArtifactError if this version could not fill it."""
+        ne = self._size(spec.ne, f"input {spec.name}")
+        dtype, width, symbol = _INPUTS.get(spec.kind, ("", 0, "T"))
+        wanted = (width or self.artifact.manifest.n_embd) * self.limits.env()[symbol]
+        if spec.dtype != dtype or math.prod(ne) != wanted:
+            raise ArtifactError(
+                f"{self.artifact.path}: input {spec.name} ({spec.kind}) is {spec.dtype}{ne}, which this version cannot fill; "
+                "compile the model again"
+            )
+        return wanted
+
+    def _output_values(self, name: str) -> int:
+        """Values an output holds at the limits; ArtifactError for logits that do not fit the model."""
+        ne = self._size(self.program.outputs[name], f"output {name}")
+        rows = self.limits.n_ubatch
+        if name == "logits" and ne != [self.artifact.manifest.n_vocab, rows]:
+            raise ArtifactError(
+                f"{self.artifact.path}: the logits are {ne} for {rows} rows of {self.artifact.manifest.n_vocab}; compile the model again"
+            )
+        return math.prod(ne)
 
     def _weight(self, name: str) -> tuple[int, int]:
         place = self._places.get(("weight", name))

@@ -16,8 +16,8 @@ import numpy as np
 from ggufc.formats import artifact as fmt
 
 from .errors import RuntimeRefusal
-from .executor import CacheBuffers
 from .kvcells import KVCells
+from .rows import Store
 
 _ROWS_AT_ONCE = 1024
 STORABLE = ("f32", "f16", "bf16", "q8_0")
@@ -145,7 +145,7 @@ def _is_rotation(cache: fmt.Cache) -> bool:
     return 0 < n_dims <= cache.head and n_dims % 2 == 0 and 1 < base < math.inf
 
 
-def apply(cells: KVCells, buffers: CacheBuffers, tensors: Mapping[str, np.ndarray] | None = None) -> int:
+def apply(cells: KVCells, buffers: Store, tensors: Mapping[str, np.ndarray] | None = None) -> int:
     """Rotate the keys of all moved cells and clear their deltas; returns the number of rows rotated per cache.
 
     ``tensors`` looks up frequency factors that the manifest gives by tensor name.
@@ -160,12 +160,12 @@ def apply(cells: KVCells, buffers: CacheBuffers, tensors: Mapping[str, np.ndarra
         key = repr(sorted(cache.rope.items()))
         if key not in known:
             known[key] = angles(cache.rope, _freq_factors(cache.rope, tensors or {}))
-        store = buffers.view(cache.name)
+        store = buffers.rows(cache.name)
         mode, n_dims = str(cache.rope["mode"]), int(str(cache.rope["n_dims"]))
         for at in range(0, len(moved), _ROWS_AT_ONCE):
             part = moved[at : at + _ROWS_AT_ONCE]
-            rows = to_f32(store[part], cache.dtype)
+            rows = to_f32(store.read(part), cache.dtype)
             rotate(rows.reshape(len(part), -1, cache.head), deltas[at : at + _ROWS_AT_ONCE], known[key], mode, n_dims)
-            store[part] = from_f32(rows, cache.dtype)
+            store.write(part, from_f32(rows, cache.dtype))
     cells.shift_done()
     return len(moved)

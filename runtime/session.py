@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import kshift, programs, session_state
+from . import kshift, programs
 from .artifact import Artifact
 from .batch import Batch, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
@@ -48,7 +48,7 @@ class Session:
     to at least 16; ``n_ubatch`` is at most ``n_batch``. ``graph_reuse`` off binds the graph anew for every micro-batch (same results, for
     tests and bug reports). ``seed`` is the default of ``generate``. ``causal`` may be switched while running: off, a token sees its
     sequence's later tokens too. ``defrag_threshold`` >= 0 gathers the occupied cells (``defrag``) before a batch whenever more than this
-    share of the visible cells is free.
+    share of the visible cells is free. ``executor`` makes the executors: ``ggufc.runtime.cuda.on_device(...)`` for a GPU.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Session:
         expect_digest: str | None = None,
         profile: bool = False,
         defrag_threshold: float = -1.0,
+        executor: Callable[..., Executor] = Executor,
     ) -> None:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
             if value is not None and not (low <= value <= 1 << 24):
@@ -85,7 +86,8 @@ class Session:
             bases = [programs.base_name(name) for name in self.artifact.program_names]
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
             chosen = programs.choose(self.artifact, first, self.sizes)
-            self._executor = Executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
+            self._make_executor = executor
+            self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
         except BaseException:
             if self._owns_artifact:
                 self.artifact.close()
@@ -224,7 +226,7 @@ class Session:
             self.history.decoded(batch)
         else:
             self.history.clear()  # what was stored depends on the tokens that followed
-        self.stats.count(len(batch), time.perf_counter() - began, _one_each(batch))
+        self.stats.count(len(batch), time.perf_counter() - began, _one_each(batch, self.n_seq_max))
 
     def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
         """Fill the inputs for one inserted micro-batch, run it, hand over the wanted rows."""
@@ -262,7 +264,7 @@ class Session:
         found = self._executors.get(base)
         if found is None:
             program = programs.choose(self.artifact, base, self.sizes)
-            found = self._executors[base] = Executor(self.artifact, program, share=self._executor)
+            found = self._executors[base] = self._make_executor(self.artifact, program, share=self._executor)
         return found
 
     def keep_prefix(self, tokens: Sequence[int], seq: int = 0) -> int:
@@ -418,6 +420,8 @@ class Session:
 
     def state_size(self, seq: int | None = None, partial: bool = False) -> int:
         """Bytes that ``state_save`` would write."""
+        from . import session_state
+
         return session_state.size(self, seq, partial)
 
     def state_save(self, target: Target, seq: int | None = None, partial: bool = False) -> int:
@@ -426,6 +430,8 @@ class Session:
         ``partial`` leaves out what dropping cells can undo: a checkpoint of a sequence that goes on in this session. A path appears whole
         or not at all.
         """
+        from . import session_state
+
         self._check_open()
         return session_state.save(self, target, seq, partial)
 
@@ -436,6 +442,8 @@ class Session:
         saved. RuntimeRefusal, naming both sides, for a blob that does not fit: then the destination is empty and every other sequence as
         before; a refused partial state changes nothing.
         """
+        from . import session_state
+
         self._check_open()
         return session_state.load(self, source, seq, partial)
 
@@ -479,10 +487,10 @@ class Session:
         self.close()
 
 
-def _one_each(batch: Batch) -> bool:
+def _one_each(batch: Batch, n_seq_max: int) -> bool:
     """Whether each sequence of the batch has one token in it: a decode step of one or several texts."""
     n = len(batch)
-    return n == 1 or (isinstance(batch.seqs, np.ndarray) and len(np.unique(batch.seqs)) == n)
+    return n == 1 or (n <= n_seq_max and isinstance(batch.seqs, np.ndarray) and len(set(batch.seqs.tolist())) == n)
 
 
 class _Tensors(dict[str, np.ndarray]):

@@ -1,0 +1,124 @@
+"""The device interface over pycuda, imported when a device is opened and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ggufc.runtime.errors import RuntimeRefusal
+
+from .device import PtxTooNew, megabytes
+
+_REMEDY = "or run on the CPU (leave out --device)"
+
+
+def _driver() -> ModuleType:
+    """``pycuda.driver``, initialised. RuntimeRefusal says what is missing."""
+    try:
+        import pycuda.driver as driver
+    except ImportError as error:
+        missing = "its driver library libcuda" if "libcuda" in str(error) else "the package pycuda"
+        what = "install an NVIDIA driver" if "libcuda" in str(error) else "pip install 'ggufc[cuda]'"
+        raise RuntimeRefusal(f"CUDA cannot be used: {missing} is missing ({error}); {what}, {_REMEDY}") from None
+    try:
+        driver.init()
+    except driver.Error as error:
+        raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({error}); check nvidia-smi, {_REMEDY}") from None
+    return driver
+
+
+def device_names() -> list[str]:
+    """Names of the devices of this machine; RuntimeRefusal if CUDA cannot be used at all."""
+    driver = _driver()
+    return [driver.Device(i).name() for i in range(driver.Device.count())]
+
+
+class PycudaDevice:
+    """GPU ``index`` with a context of its own and one stream."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._cuda = cuda = _driver()
+        count = cuda.Device.count()
+        if not 0 <= index < count:
+            have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
+            raise RuntimeRefusal(f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}")
+        device = cuda.Device(index)
+        major, minor = device.compute_capability()
+        self.name, self.capability = device.name(), 10 * major + minor
+        self._context = self._call("open a context", device.make_context)
+        self._stream = cuda.Stream()
+        self._memory: dict[int, Any] = {}
+        self._closed = False
+
+    def _call(self, what: str, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except self._cuda.MemoryError:
+            raise RuntimeRefusal(f"the GPU has no memory left to {what}; use a smaller n_ctx or n_ubatch, {_REMEDY}") from None
+        except self._cuda.Error as error:
+            raise RuntimeRefusal(f"the GPU cannot {what}: {error}") from None
+
+    def free_memory(self) -> int:
+        return int(self._cuda.mem_get_info()[0])
+
+    def alloc(self, size: int) -> int:
+        memory = self._call(f"allocate {megabytes(size)}", self._cuda.mem_alloc, max(size, 1))
+        self._memory[int(memory)] = memory
+        return int(memory)
+
+    def free(self, address: int) -> None:
+        self._memory.pop(address).free()
+
+    def upload(self, address: int, data: np.ndarray) -> None:
+        if data.nbytes:
+            self._call("copy to the device", self._cuda.memcpy_htod, address, np.ascontiguousarray(data))
+
+    def download(self, address: int, into: np.ndarray) -> None:
+        self.synchronize()
+        if into.nbytes:
+            self._call("copy from the device", self._cuda.memcpy_dtoh, into, address)
+
+    def fill(self, address: int, size: int) -> None:
+        if size:
+            self._call("clear memory", self._cuda.memset_d8_async, address, 0, size, self._stream)
+
+    def host_array(self, size: int) -> np.ndarray:
+        return self._call("pin host memory", self._cuda.pagelocked_zeros, max(size, 1), np.uint8)[:size]
+
+    def load(self, ptx: str) -> Any:
+        try:
+            return self._cuda.module_from_buffer(ptx.encode() + b"\0")
+        except self._cuda.Error as error:
+            if "unsupported" in str(error).lower() and "ptx" in str(error).lower():
+                raise PtxTooNew(f"the driver does not know this PTX version ({error}); update the driver, or compile for an older target") from None
+            raise RuntimeRefusal(f"the driver refuses the artifact's GPU code: {error}; compile the model again") from None
+
+    def function(self, module: Any, symbol: str) -> Any:
+        return self._call(f"find the kernel {symbol}", module.get_function, symbol)
+
+    def launch(self, function: Any, grid: int, block: int, words: Sequence[int]) -> None:
+        arguments = [np.int64(w) for w in words]
+        self._call("start a kernel", lambda: function(*arguments, grid=(grid, 1, 1), block=(block, 1, 1), stream=self._stream))
+
+    def synchronize(self) -> None:
+        self._call("finish", self._stream.synchronize)
+
+    def mark(self) -> Any:
+        return self._cuda.Event().record(self._stream)
+
+    def elapsed(self, start: Any, stop: Any) -> float:
+        return float(start.time_till(stop))
+
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for memory in self._memory.values():
+            memory.free()
+        self._memory.clear()
+        self._context.pop()
+        self._context.detach()
