@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -127,10 +128,14 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions | None = None) -> None:
         self.options = options or SamplingOptions()
-        seed = self.options.seed
-        self._random = np.random.default_rng(None if seed is None or seed < 0 else seed)
         last = self.options.repeat_last_n
         self._history: deque[int] = deque(maxlen=None if last < 0 else last)
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        """Made on the first draw: greedy sampling never needs it."""
+        seed = self.options.seed
+        return np.random.default_rng(None if seed is None or seed < 0 else seed)
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Add tokens to the history the repeat penalty sees."""
