@@ -224,13 +224,17 @@ class Lowering:
             {"R": -(-spec.partials_bytes // attention_cpu.SPLIT), "": spec.partials_bytes}, f"{node.name} (splits)"
         )
         out = self.result(node)
-        args = (at, integer(fixed(where.nb[2])), self.root_ref(k), v_at, self.ref(cells)[0], self.ref(vis)[0], out, integer(dv * heads), sinks)
-        lanes = attention_cpu.window_lanes(int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0)
+        lists = self.ref(cells)[0], self.ref(vis)[0]
+        args = (at, integer(fixed(where.nb[2])), self.root_ref(k), v_at, *lists, out, integer(dv * heads), sinks)
+        # Lists of chosen cells are as short as a window.
+        listed = fixed(vis.operands[0].ne[0]) if vis.op.name == "list_spans" else 0
+        lanes = attention_cpu.window_lanes(listed or (int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0))
         apart = attention_cpu.FlashAttnSplits(spec, lanes)
         grid = ("", 1, spec.units * lanes) if lanes else ("R", attention_cpu.SPLIT, spec.units)
         self.emit(Step(apart, (*args[:6], NULL, *args[7:], partials), (9,), f"{node.name}.splits", *grid))
         read = row_bytes(k.dtype, groups * d) + (0 if shared else row_bytes(v.dtype, groups * dv))
-        self.emit(Step(spec, (*args, partials), (6,), node.name, sym, spec.token_block, spec.units, bytes={"R": read}))
+        moved: Affine = {"T": listed * read} if listed else {"R": read}
+        self.emit(Step(spec, (*args, partials), (6,), node.name, sym, spec.token_block, spec.units, bytes=moved))
 
     def _rope_table(self, node: Node) -> None:
         pos = node.operands[0]

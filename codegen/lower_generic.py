@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
 from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
+from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
@@ -27,10 +28,10 @@ Emit = Callable[["Lowering", Node], None]
 
 def lower_generic(low: Lowering, node: Node) -> None:
     """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
-    rule = RULES.get(node.op.name)
+    rule = RULES.get(node.op.name) or SPARSE_RULES.get(node.op.name)
     if rule is None:
         raise CodegenError(f"node {node.name!r}: there is no kernel for the operator {node.op.name}")
-    most = OPERANDS.get(node.op.name, 1)
+    most = (OPERANDS | SPARSE_OPERANDS).get(node.op.name, 1)
     if len(node.operands) > most:
         raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")
     rule(low, node)
@@ -269,7 +270,7 @@ RULES: dict[str, Emit] = {
     "soft_max": _soft_max,
     "sum_rows": _two(lambda a, out, node: softmax.SumRows(a, out)),
     "argsort": _two(lambda a, out, node: select.TopK(a, a.ne[0], node.attrs["order"])),
-    "top_k": _two(lambda a, out, node: select.TopK(a, int(node.attrs["k"]))),
+    "top_k": _two(lambda a, out, node: select.TopK(a, int(node.attrs["k"]), "desc", node.attrs["ties"])),
     "get_rows": _get_rows,
     "kq_mask": _kq_mask,
     "rms_norm": _norm_rows,

@@ -104,15 +104,17 @@ class KqMask:
 
 @dataclass(frozen=True)
 class TopK:
-    """out i32[k, ...]: indices of the first ``k`` entries of each row of ``a`` in ``order`` (``desc``: largest first), ties by index.
+    """out i32[k, ...]: indices of the first ``k`` entries of each row of ``a`` in ``order`` (``desc``: largest first), then -1.
 
-    ``k`` = ne0 sorts the whole row (argsort). Rows may have any length: the result row itself is the heap. Zeros of both signs are
-    equal, NaNs sort beyond the infinities. One tile per block of rows, see ``grid``; ``a`` is f32 with any strides, ``out`` contiguous.
+    ``k`` = ne0 sorts the whole row (argsort). Of equal entries the one with the lowest index comes first, or the highest with ``ties``.
+    Rows may have any length: the result row itself is the heap. Zeros of both signs are equal, NaNs sort beyond the infinities. One
+    tile per block of rows, see ``grid``; ``a`` is f32 with any strides, ``out`` contiguous.
     """
 
     a: Strided
     k: IntDim
     order: str = "desc"
+    ties: str = "lowest"
     arg_names: ClassVar[tuple[str, ...]] = ("a", "out")
 
     def __post_init__(self) -> None:
@@ -120,6 +122,8 @@ class TopK:
             raise CodegenError(f"top_k: order {self.order!r} is unknown; it is asc or desc")
         if self.a.dtype != "f32":
             raise CodegenError(f"top_k: rows are f32, not {self.a.dtype}; insert a cast")
+        if self.ties not in ("lowest", "highest"):
+            raise CodegenError(f"top_k: ties {self.ties!r} are unknown; they are lowest or highest")
         if isinstance(self.k, int) and isinstance(self.a.ne[0], int) and not 1 <= self.k <= self.a.ne[0]:
             raise CodegenError(f"top_k: k = {self.k} is outside 1..{self.a.ne[0]}, the length of a row")
 
@@ -140,8 +144,8 @@ class TopK:
 
     def _row(self, e: Emitter, source: Value, heap: Value) -> None:
         """Heap of the best k with the worst at its root; then the heap is taken apart from the back."""
-        b, n, k = e.b, e.dim(self.a.ne[0]), e.dim(self.k)
-        one = e.i64(1)
+        b, n, one = e.b, e.dim(self.a.ne[0]), e.i64(1)
+        k = e.dim(self.k) if self.k == self.a.ne[0] else e.imin(e.dim(self.k), n)
 
         def rank(i: Value) -> Value:
             """(key, index) as one i64 whose signed order is worst first."""
@@ -149,7 +153,8 @@ class TopK:
             bits = b.bitcast(v, I32)
             key = b.xor(bits, b.lshr(b.ashr(bits, e.i32(31)), e.i32(1)))
             key = key if self.order == "desc" else b.not_(key)
-            return b.or_(b.shl(b.sext(key, I64), e.i64(32)), b.sub(e.i64(0xFFFFFFFF), i))
+            tie = i if self.ties == "highest" else b.sub(e.i64(0xFFFFFFFF), i)
+            return b.or_(b.shl(b.sext(key, I64), e.i64(32)), tie)
 
         def entry(i: Value) -> Value:
             return b.zext(e.load(I32, e.at(heap, i, 4)), I64)
@@ -190,6 +195,8 @@ class TopK:
             worst, moving = entry(e.i64(0)), entry(last)
             sift(e.i64(0), moving, last)
             put(last, worst)
+        with e.for_range(k, e.dim(self.k)) as i:
+            put(i, e.i64(-1))
 
     def scratch_bytes(self, target: Target) -> int:
         return 0
