@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ggufc.formats import artifact as fmt
+from ggufc.formats.ggml_types import TYPES
 
 from .errors import RuntimeRefusal
 from .kvcells import KVCells
 from .rows import Store
 
 _ROWS_AT_ONCE = 1024
-STORABLE = ("f32", "f16", "bf16", "q8_0")
+STORABLE = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
 def angles(rope: Mapping[str, Any], freq_factors: np.ndarray | None = None) -> np.ndarray:
@@ -73,34 +74,17 @@ def rotate(rows: np.ndarray, delta: np.ndarray, theta: np.ndarray, mode: str, n_
 
 def to_f32(raw: np.ndarray, dtype: str) -> np.ndarray:
     """f32 [n, values] of stored rows u8 [n, bytes]."""
-    if dtype == "f32":
-        return raw.view(np.float32).copy()
-    if dtype == "f16":
-        return raw.view(np.float16).astype(np.float32)
-    if dtype == "bf16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    blocks = raw.reshape(len(raw), -1, 34)
-    d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
-    return (d * blocks[..., 2:].view(np.int8)).reshape(len(raw), -1)
+    from ggufc.formats.quants import dequantize
+
+    info = TYPES[dtype]
+    return dequantize(dtype, np.ascontiguousarray(raw), raw.shape[1] // info.bytes * info.block)
 
 
 def from_f32(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored bytes u8 [n, bytes] of f32 rows [n, values]; rounding to nearest even, Q8_0 as ggml's reference quantiser."""
-    rows = np.ascontiguousarray(rows, np.float32)
-    if dtype == "f32":
-        return rows.view(np.uint8)
-    if dtype == "f16":
-        return rows.astype(np.float16).view(np.uint8)
-    if dtype == "bf16":
-        bits = rows.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
-    x = rows.reshape(len(rows), -1, 32)
-    d = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
-    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
-    scaled = x * inverse
-    quants = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)  # half away from zero, as roundf
-    out = np.concatenate([d.astype(np.float16).view(np.uint8), quants.view(np.uint8)], axis=-1)
-    return out.reshape(len(rows), -1)
+    """Stored bytes u8 [n, bytes] of f32 rows [n, values], rounded as ggml's reference quantisers do."""
+    from ggufc.formats.quants import quantize
+
+    return quantize(dtype, np.ascontiguousarray(rows, np.float32))
 
 
 def _freq_factors(rope: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -43,6 +43,10 @@ def keys_at(raw: np.ndarray, pos: np.ndarray, rope: dict) -> np.ndarray:
     return out
 
 
+STORED = {"f32": 0, "f16": 2e-3, "bf16": 2e-2, "q8_0": 2e-2, "q5_1": 0.1, "q5_0": 0.15, "q4_1": 0.2, "q4_0": 0.3, "iq4_nl": 0.4}
+"""Types keys are stored in, and how far values around 1 move when they are."""
+
+
 def cache_of(dtype: str, rope: dict) -> tuple[CacheBuffers, KVCells]:
     caches = [fmt.Cache("k", 0, "k", dtype, HEAD * HEADS, HEAD, rope=rope), fmt.Cache("v", 0, "v", dtype, HEAD * HEADS, HEAD)]
     artifact = SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy")
@@ -50,7 +54,7 @@ def cache_of(dtype: str, rope: dict) -> tuple[CacheBuffers, KVCells]:
 
 
 @pytest.mark.parametrize("mode", ["norm", "neox"])
-@pytest.mark.parametrize(("dtype", "atol"), [("f32", 1e-5), ("f16", 2e-3), ("bf16", 3e-2), ("q8_0", 4e-2)])
+@pytest.mark.parametrize(("dtype", "atol"), [("f32", 1e-5), ("f16", 2e-3), ("bf16", 3e-2), ("q8_0", 4e-2), ("q5_1", 0.3), ("q4_0", 0.8)])
 @pytest.mark.parametrize(
     "extra", [{}, YARN, {"freq_factors": [1.0 + 0.1 * i for i in range(N_DIMS // 2)]}], ids=["plain", "yarn", "factors"]
 )
@@ -71,12 +75,9 @@ def test_shift_equals_rotation_to_the_new_position(mode, dtype, atol, extra):  #
     assert np.abs(got - want).max() < atol
     assert np.array_equal(view[:4], untouched) and (buffers.view("v")[:10] == 7).all()
     assert not cells.needs_shift and not cells.delta.any()
-    assert (
-        np.array_equal(
-            got[..., N_DIMS:], kshift.to_f32(kshift.from_f32(raw.reshape(10, -1), dtype), dtype).reshape(raw.shape)[..., N_DIMS:]
-        )
-        or dtype == "q8_0"
-    )
+    assert np.array_equal(
+        got[..., N_DIMS:], kshift.to_f32(kshift.from_f32(raw.reshape(10, -1), dtype), dtype).reshape(raw.shape)[..., N_DIMS:]
+    ) or dtype.startswith("q")
 
 
 def test_there_and_back_keeps_lengths():
@@ -91,13 +92,14 @@ def test_there_and_back_keeps_lengths():
     assert np.abs(kshift.to_f32(buffers.view("k")[:5], "f32") - before).max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
-def test_stored_forms_round_trip(dtype):
+@pytest.mark.parametrize(("dtype", "atol"), STORED.items())
+def test_stored_forms_round_trip(dtype, atol):
     rows = np.random.default_rng(3).standard_normal((7, 64)).astype(np.float32)
     once = kshift.from_f32(rows, dtype)
     back = kshift.to_f32(once, dtype)
-    assert np.abs(back - rows).max() <= {"f32": 0, "f16": 2e-3, "bf16": 2e-2, "q8_0": 2e-2}[dtype]
-    if dtype != "q8_0":
+    assert set(STORED) == set(kshift.STORABLE)
+    assert np.abs(back - rows).max() <= atol
+    if "q" not in dtype:
         assert np.array_equal(kshift.from_f32(back, dtype), once)
     assert np.array_equal(kshift.to_f32(kshift.from_f32(np.zeros((1, 64), np.float32), dtype), dtype), np.zeros((1, 64)))
 
