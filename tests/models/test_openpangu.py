@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sparse_runner
-from sparse_runner import Runtime, excess, run_case
-from support import golden_cases
 
+import sparse_runner
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph, Node, interpret, verify
 from ggufc.models import (
@@ -25,6 +23,8 @@ from ggufc.models import (
     openpangu_attention,
     openpangu_plan,
 )
+from sparse_runner import Runtime, excess, run_case
+from support import golden_cases
 
 CASES = [case for case in golden_cases("openpangu-") if case.name not in ("openpangu-chat", "openpangu-chunked")]
 LONG = golden_cases("openpangu-chunked")
