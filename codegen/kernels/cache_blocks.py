@@ -64,19 +64,21 @@ def load(e: Emitter, dtype: str, n: int, block: Value, at: Value) -> Value:
         code = b.and_(b.lshr(b.zext(bytes_, ints), e.splat(shift, n)), e.const(ints, 15))
     if layout.high:
         word = b.lshr(b.load(e.gep(block, layout.high), align=2, typ=I32), b.trunc(at, I32))
-        lanes = e.const_vec(I32, range(n)) if n > 1 else e.i32(0)
-        fifth = b.and_(b.lshr(e.splat(word, n), lanes), e.const(ints, 1))
-        code = b.or_(code, b.shl(fifth, e.const(ints, 4)))
+        with_fifth = b.or_(code, e.const(ints, 16))
+        code = b.select(b.bitcast(b.trunc(word, ir.IntType(n)), vec(I1, n)), with_fifth, code)
     if layout.table:
         code = _look_up(e, code, n, layout.table)
     if layout.zero:
         code = b.sub(code, e.const(ints, layout.zero))
-    value = b.fmul(b.sitofp(code, vec(F32, n)), e.splat(_half(e, block), n))
-    return b.fadd(value, e.splat(_half(e, e.gep(block, layout.low)), n)) if layout.low else value
+    values, scale = b.sitofp(code, vec(F32, n)), _halves(e, block, n)
+    # d * code is exact, so a fused chain and separate operations agree.
+    return e.fma(values, scale, _halves(e, e.gep(block, layout.low), n)) if layout.low else b.fmul(values, scale)
 
 
-def _half(e: Emitter, p: Value) -> Value:
-    return e.f16_to_f32(e.load(I16, p))
+def _halves(e: Emitter, p: Value, n: int) -> Value:
+    """The half at ``p`` in every f32 lane; spread before it is widened where the CPU widens vectors."""
+    half = e.load(I16, p)
+    return e.f16_to_f32(e.splat(half, n)) if e.target.has_f16c else e.splat(e.f16_to_f32(half), n)
 
 
 def _look_up(e: Emitter, code: Value, n: int, table: Sequence[int]) -> Value:
