@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
+from ggufc.codegen.kernels import decode, elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
+from ggufc.codegen.kernels.cache_blocks import BLOCKS
 from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
@@ -19,6 +20,7 @@ from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import Dim, product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import Layout, contiguous_nb, layout
+from ggufc.ir.ops.cache import is_version
 
 if TYPE_CHECKING:
     from ggufc.codegen.lower import Lowering
@@ -50,11 +52,25 @@ def strided(low: Lowering, node: Node, dims: int | None = None) -> tuple[Ref, St
     dtype = where.root.dtype
     if where.root.op.name == "weight" and dtype in ("f16", "bf16"):
         dtype = "f32"  # plain weights are stored as f32
-    size = 2 if dtype in ("f16", "bf16") else 4
     base = low.root_ref(where.root)
+    if dtype in BLOCKS and is_version(where.root):
+        base, dtype = _decoded(low, where.root), "f32"
+    size = 2 if dtype in ("f16", "bf16") else 4
     if isinstance(where.offset, Dim):
         return base, Strided(dtype, where.ne, where.nb, where.offset)
     return base.at(where.offset * size), Strided(dtype, where.ne, where.nb)
+
+
+def _decoded(low: Lowering, version: Node) -> Ref:
+    """A cache of blocks as f32, once per version: only unfused graphs look at blocks across rows."""
+    key = (version, 0, "decoded")
+    if key not in low.rounded:
+        row, cells = fixed(version.ne[0]), version.ne[1]
+        out = low.schedule.new_value(form(version.type.numel, 4), f"{version.name} (f32)")
+        sym, mult = rows_grid([cells])
+        low.emit(Step(decode.DecodeRows(row, version.dtype), (low.root_ref(version), out), (1,), version.name, sym, 1, mult))
+        low.rounded[key] = out
+    return low.rounded[key]
 
 
 def _launch(
