@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul, quantize, rope, rowwise
+from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul, matmul_id, quantize, rope, rowwise
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, add_forms, fixed, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
@@ -276,12 +276,15 @@ class Lowering:
             at, _, _ = self.rows(x)
         else:
             at = self.rounded_rows(x, mode)
-        spec = matmul.MatMulId(experts.dtype, k, n, n_expert, used, bool(broadcast))
+        sym, mult = rows_grid([node.type.ne4[2]])
+        if sym and mult != 1:
+            raise CodegenError(f"node {node.name!r}: products over {node.type.ne4[2]} rows are not supported")
+        spec = matmul_id.MatMulId(experts.dtype, k, n, n_expert, used, bool(broadcast), sym or str(mult))
+        tiles = matmul_id.tiles(spec) * (1 if sym else -(-mult // matmul_id.TOKENS))
         out = self.result(node)
         weight = self.weights.request(experts, "packed")
-        sym, mult = rows_grid([node.type.ne4[2]])
         args = (Ref("weight", weight.name), at, out, self.ref(ids)[0])
-        self.emit(Step(spec, args, (2,), node.name, sym, 1, mult * matmul.tiles_per_token(spec), flops=form(product(node.type.ne), 2 * k)))
+        self.emit(Step(spec, args, (2,), node.name, sym, matmul_id.TOKENS, tiles, flops=form(product(node.type.ne), 2 * k)))
 
 
 @dataclass

@@ -15,20 +15,18 @@ from ggufc.codegen.emitter import F32, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.matmul_float import FloatProduct
-from ggufc.codegen.kernels.matmul_id import MatMulId, tiles_per_token
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 from ggufc.codegen.weights.floats import FloatFormat
 
-__all__ = ["MatMul", "MatMulId", "grid", "tiles_per_token"]
+__all__ = ["MatMul", "MatMulId", "grid"]
 
 EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 
 _TILE_BYTES = 128 << 10
 _MIN_TILES = 16
-_PANEL_TOKENS = 64
-"""From this many tokens on a group is unpacked to scratch first; below, unpacking again for every block of tokens is cheaper."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class _MatMulEmitter:
             if isinstance(self.product, FloatProduct):
                 self._runs(unit, groups, self._token_block, panel=False)
             else:
-                with e.if_else(b.icmp_signed("<", self.tokens, e.i64(_PANEL_TOKENS))) as (few, many):
+                with e.if_else(b.icmp_signed("<", self.tokens, e.i64(self.product.format.panel_tokens))) as (few, many):
                     with few:
                         self._runs(unit, groups, self._token_block, panel=False)
                     with many:
@@ -157,14 +155,16 @@ class _MatMulEmitter:
     def _block(self, unit: Value, groups: list[Value], part: Value, t: Value, tokens: int, panel: bool) -> None:
         e = self.e
         x = e.gep(self.x, e.b.mul(t, self.ldx))
+        if isinstance(self.product, FloatProduct):
+            rows = [e.gep(x, e.b.mul(self.ldx, e.i64(i))) if i else x for i in range(tokens)]
+        else:
+            rows = [e.gep(x, self.product.stride() * i) for i in range(tokens)]
         results = []
         for group in groups:
-            if isinstance(self.product, FloatProduct):
-                results.append(self.product.direct(e, group, part, x, tokens, self.ldx))
-            elif panel:
-                results.append(self.product.from_panel(e, group, part, x, tokens))
+            if panel and isinstance(self.product, Int8Product):
+                results.append(self.product.from_panel(e, group, part, rows))
             else:
-                results.append(self.product.direct(e, group, part, x, tokens))
+                results.append(self.product.direct(e, group, part, rows))
         if self.spec.is_glu:
             act = vmath.silu if self.spec.epilogue == "silu_glu" else vmath.gelu
             values = [e.b.fmul(act(e, gate), up) for gate, up in zip(*results)]

@@ -6,6 +6,7 @@ One output element is four partial sums over the columns k mod 4, each a chain o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggufc.codegen.emitter import F32, Emitter, Value, vec
@@ -21,17 +22,16 @@ class FloatProduct:
     format: FloatFormat
     k: int
 
-    def direct(self, e: Emitter, group: Value, part: int | Value, x: Value, tokens: int, ldx: Value) -> list[Value]:
-        """Accumulators, one vector of rows per token; token ``t`` starts ``t * ldx`` bytes after ``x``."""
+    def direct(self, e: Emitter, group: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
+        """Accumulators, one vector of weight rows per row of activations at ``rows``."""
         b, lanes = e.b, e.target.lanes
         floats = vec(F32, lanes)
-        acc = [[e.var(floats, e.const(floats, 0)) for _ in range(CHAINS)] for _ in range(tokens)]
-        rows = [e.gep(x, b.mul(ldx, e.i64(t))) if t else x for t in range(tokens)]
+        acc = [[e.var(floats, e.const(floats, 0)) for _ in range(CHAINS)] for _ in rows]
 
         def column(k: Value, chain: int) -> None:
             w = self.format.column(e, group, k, part)
-            for t in range(tokens):
-                a = e.splat(e.load(F32, e.at(rows[t], k, 4)), lanes)
+            for t, row in enumerate(rows):
+                a = e.splat(e.load(F32, e.at(row, k, 4)), lanes)
                 acc[t][chain].set(e.fma(w, a, acc[t][chain].get()))
 
         whole = self.k // CHAINS * CHAINS

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llvmlite import ir
+
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I32, Emitter, Value
+from ggufc.codegen.emitter import I32, I64, Emitter, Value
 from ggufc.codegen.kernels.matmul_float import FloatProduct
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 from ggufc.codegen.weights.floats import FloatFormat
 
+TOKENS = 8
+"""``tiles`` counts tokens in eights: a launch has that many tiles per started eight."""
 _TILE_BYTES = 64 << 10
+_BATCH = 256
+"""Rows of one expert that are gathered before its weights are walked."""
 
 
 @dataclass(frozen=True)
 class MatMulId:
-    """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, T], W ``n_expert`` repacked matrices one after the other.
+    """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, rows], W ``n_expert`` repacked matrices one after the other.
 
-    ``x``: q8 records (or contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t). Tiles:
-    ``tiles_per_token`` for each token.
+    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records (or contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t).
+
+    Tiles: ``tiles`` per started 8 tokens. A tile is a block of an expert's rows and a share of the positions in ``ids``; it takes the
+    experts that *first* occur in its share, each with all tokens that chose it, wherever they stand. So every weight is unpacked once
+    per 8 tokens that use it (once per ``_BATCH`` where there are many), without a launch that sorts the choices, and one token costs
+    what a dense product with its experts costs. How tokens meet in a tile has no influence on the bits of a result.
     """
 
     format: str
@@ -30,62 +41,164 @@ class MatMulId:
     n_expert: int
     n_used: int
     broadcast_x: bool
+    rows: str = "T"
 
     arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ids")
 
     def __post_init__(self) -> None:
         weight_format(self.format).check_k(self.k)
 
+    @property
+    def product(self) -> Int8Product | FloatProduct:
+        fmt = weight_format(self.format)
+        return FloatProduct(fmt, self.k) if isinstance(fmt, FloatFormat) else Int8Product(fmt, self.k)
+
     def scratch_bytes(self, target: Target) -> int:
-        return 0
+        product = self.product
+        return 8 * _BATCH + (product.panel_bytes() if isinstance(product, Int8Product) else 0)
 
     def emit(self, e: Emitter) -> None:
-        b, lanes = e.b, e.target.lanes
-        fmt = weight_format(self.format)
-        tiles, per = tiles_per_token(self), _groups_per_tile(self)
-        n_groups = (self.n + ROWS - 1) // ROWS
-        token = b.sdiv(e.tile, e.i64(tiles))
-        first = b.mul(b.srem(e.tile, e.i64(tiles)), e.i64(per))
-        last = e.imin(b.add(first, e.i64(per)), e.i64(n_groups))
-        product = FloatProduct(fmt, self.k) if isinstance(fmt, FloatFormat) else Int8Product(fmt, self.k)
-        stride = 4 * self.k if isinstance(product, FloatProduct) else product.stride()
-        with e.for_range(0, self.n_used, name="u") as u:
-            row = b.add(b.mul(token, e.i64(self.n_used)), u)
-            expert = e.sext64(e.load(I32, e.at(e.arg_ptr(3), row, 4)))
-            matrix = e.at(e.arg_ptr(0), expert, fmt.packed_bytes(self.k, self.n))
-            x = e.at(e.arg_ptr(1), token if self.broadcast_x else row, stride)
-            y = e.at(e.arg_ptr(2), row, 4 * self.n)
-            with e.for_range(first, last, name="group") as g:
-                group = e.at(matrix, g, fmt.group_bytes(self.k))
-                with e.for_range(0, ROWS // lanes, name="part") as part:
-                    if isinstance(product, FloatProduct):
-                        (v,) = product.direct(e, group, part, x, 1, e.i64(stride))
-                    else:
-                        (v,) = product.direct(e, group, part, x, 1)
-                    self._store(e, y, b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(lanes))), v)
-        e.ret()
+        _MatMulIdEmitter(self, e).emit()
 
-    def _store(self, e: Emitter, y: Value, row: Value, v: Value) -> None:
-        """Rows ``row`` on, as far as they exist."""
-        b, lanes = e.b, e.target.lanes
-        if self.n % ROWS == 0:
-            e.store(v, e.at(y, row, 4))
-            return
-        with e.if_else(b.icmp_signed("<=", row, e.i64(self.n - lanes))) as (whole, tail):
-            with whole:
-                e.store(v, e.at(y, row, 4))
-            with tail:
-                held = e.alloca(4 * lanes)
-                e.store(v, held)
-                with e.for_range(row, self.n, name="tail") as r:
-                    e.store(e.load(F32, e.at(held, b.sub(r, row), 4)), e.at(y, r, 4))
+
+def _groups(spec: MatMulId) -> int:
+    return (spec.n + ROWS - 1) // ROWS
 
 
 def _groups_per_tile(spec: MatMulId) -> int:
     return max(1, -(-_TILE_BYTES // weight_format(spec.format).group_bytes(spec.k)))
 
 
-def tiles_per_token(spec: MatMulId) -> int:
-    """Tile ``t * tiles_per_token + j`` computes the j-th block of rows of token ``t``, for all its experts."""
-    groups = (spec.n + ROWS - 1) // ROWS
-    return (groups + _groups_per_tile(spec) - 1) // _groups_per_tile(spec)
+def _row_blocks(spec: MatMulId) -> int:
+    return -(-_groups(spec) // _groups_per_tile(spec))
+
+
+def tiles(spec: MatMulId) -> int:
+    """Tiles of one launch per started ``TOKENS`` tokens."""
+    return _row_blocks(spec) * spec.n_used
+
+
+class _MatMulIdEmitter:
+    """State of one emission."""
+
+    def __init__(self, spec: MatMulId, e: Emitter) -> None:
+        self.spec, self.e = spec, e
+        self.product = spec.product
+        self.stride = 4 * spec.k if isinstance(self.product, FloatProduct) else self.product.stride()
+        self.w, self.x, self.y, self.ids = (e.arg_ptr(i) for i in range(4))
+        self.chosen = e.gep(e.scratch, self.spec.scratch_bytes(e.target) - 8 * _BATCH)
+        self.count = e.var(I64)
+
+    def emit(self) -> None:
+        e, b, spec = self.e, self.e.b, self.spec
+        blocks, per = _row_blocks(spec), _groups_per_tile(spec)
+        tokens = e.i64(int(spec.rows)) if spec.rows.isdigit() else e.param(spec.rows)
+        total = b.mul(tokens, e.i64(spec.n_used))
+        shares = b.mul(e.ceil_div(tokens, TOKENS), e.i64(spec.n_used))
+        share = b.udiv(e.tile, e.i64(blocks))
+        first = b.mul(b.urem(e.tile, e.i64(blocks)), e.i64(per))
+        last = e.imin(b.add(first, e.i64(per)), e.i64(_groups(spec)))
+        begin = b.udiv(b.mul(share, total), shares)
+        end = b.udiv(b.mul(b.add(share, e.i64(1)), total), shares)
+        with e.for_range(begin, end, name="position") as position:
+            expert = e.load(I32, e.at(self.ids, position, 4))
+            with e.if_(b.not_(self._occurs_before(position, expert))):
+                matrix = e.at(self.w, e.sext64(expert), self.product.format.packed_bytes(spec.k, spec.n))
+                self._expert(matrix, expert, position, total, first, last)
+        e.ret()
+
+    # -- who chose an expert -----------------------------------------------------------------------------------------
+
+    def _equal(self, at: Value, stop: Value, expert: Value) -> Value:
+        """Bit i: position ``at + i`` before ``stop`` names ``expert``; as many positions as the target has lanes."""
+        e, b, lanes = self.e, self.e.b, self.e.target.lanes
+        exists = e.lane_mask(lanes, b.sub(stop, at))
+        ids = e.load_lanes(I32, lanes, e.at(self.ids, at, 4), exists)
+        return b.zext(b.bitcast(b.and_(exists, b.icmp_signed("==", ids, e.splat(expert, lanes))), ir.IntType(lanes)), I64)
+
+    def _occurs_before(self, position: Value, expert: Value) -> Value:
+        e, b = self.e, self.e.b
+        at, found = e.var(I64, e.i64(0)), e.var(I64, e.i64(0))
+        with e.while_loop("earlier") as loop:
+            loop.break_if(b.or_(b.icmp_signed(">=", at.get(), position), b.icmp_unsigned("!=", found.get(), e.i64(0))))
+            found.set(self._equal(at.get(), position, expert))
+            at.set(b.add(at.get(), e.i64(e.target.lanes)))
+        return b.icmp_unsigned("!=", found.get(), e.i64(0))
+
+    def _expert(self, matrix: Value, expert: Value, position: Value, total: Value, first: Value, last: Value) -> None:
+        """Rows ``first`` to ``last`` (in groups) of one expert for every position that names it."""
+        e, b, lanes = self.e, self.e.b, self.e.target.lanes
+        at = e.var(I64, position)
+        with e.while_loop("batch") as batches:
+            batches.break_if(b.icmp_signed(">=", at.get(), total))
+            self.count.set(e.i64(0))
+            with e.while_loop("gather") as gather:
+                full = b.icmp_signed(">", self.count.get(), e.i64(_BATCH - lanes))
+                gather.break_if(b.or_(full, b.icmp_signed(">=", at.get(), total)))
+                self._append(at.get(), self._equal(at.get(), total, expert))
+                at.set(b.add(at.get(), e.i64(lanes)))
+            with e.if_(b.icmp_signed(">", self.count.get(), e.i64(0))), e.for_range(first, last, name="group") as g:
+                self._group(e.at(matrix, g, self.product.format.group_bytes(self.spec.k)), g)
+
+    def _append(self, at: Value, bits: Value) -> None:
+        """Add the positions of the set bits to the list."""
+        e, b = self.e, self.e.b
+        left = e.var(I64, bits)
+        with e.while_loop("bit") as loop:
+            now = left.get()
+            loop.break_if(b.icmp_unsigned("==", now, e.i64(0)))
+            lowest = b.cttz(now, ir.Constant(ir.IntType(1), 1))
+            e.store(b.add(at, lowest), e.at(self.chosen, self.count.get(), 8))
+            self.count.set(b.add(self.count.get(), e.i64(1)))
+            left.set(b.and_(now, b.sub(now, e.i64(1))))
+
+    # -- products ----------------------------------------------------------------------------------------------------
+
+    def _group(self, group: Value, g: Value) -> None:
+        e, product = self.e, self.product
+        if isinstance(product, FloatProduct):
+            self._runs(group, g, 4 if e.target.lanes == 16 else 2, panel=False)
+            return
+        block = 8 if e.target.lanes == 16 else 4
+        with e.if_else(e.b.icmp_signed("<", self.count.get(), e.i64(product.format.panel_tokens))) as (few, many):
+            with few:
+                self._runs(group, g, block, panel=False)
+            with many:
+                product.fill_panel(e, group, e.scratch)
+                self._runs(e.scratch, g, block, panel=True)
+
+    def _runs(self, group: Value, g: Value, block: int, panel: bool) -> None:
+        """All listed positions in blocks of ``block``, then of half as many, down to one."""
+        e, b = self.e, self.e.b
+        done: Value = e.i64(0)
+        while block:
+            stop = b.add(done, b.and_(b.sub(self.count.get(), done), e.i64(-block)))
+            with e.for_range(0, ROWS // e.target.lanes, name="part") as part, e.for_range(done, stop, block, name=f"t{block}") as t:
+                positions = [e.load(I64, e.at(self.chosen, b.add(t, e.i64(i)), 8)) for i in range(block)]
+                self._block(group, g, part, positions, panel)
+            done = stop
+            block //= 2
+
+    def _block(self, group: Value, g: Value, part: Value, positions: Sequence[Value], panel: bool) -> None:
+        e, b, spec = self.e, self.e.b, self.spec
+        sources = [b.udiv(p, e.i64(spec.n_used)) for p in positions] if spec.broadcast_x else positions
+        rows = [e.at(self.x, s, self.stride) for s in sources]
+        if isinstance(self.product, Int8Product) and panel:
+            values = self.product.from_panel(e, group, part, rows)
+        else:
+            values = self.product.direct(e, group, part, rows)
+        row = b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(e.target.lanes)))
+        for p, v in zip(positions, values):
+            self._store(e.at(self.y, p, 4 * spec.n), row, v)
+
+    def _store(self, y: Value, row: Value, v: Value) -> None:
+        """Rows ``row`` on, as far as they exist."""
+        e, b, lanes, n = self.e, self.e.b, self.e.target.lanes, self.spec.n
+        if n % ROWS == 0:
+            e.store(v, e.at(y, row, 4))
+            return
+        with e.if_else(b.icmp_signed("<=", row, e.i64(n - lanes))) as (whole, tail):
+            with whole:
+                e.store(v, e.at(y, row, 4))
+            with tail:
+                e.store_lanes(v, e.at(y, row, 4), e.lane_mask(lanes, b.sub(e.i64(n), row)))

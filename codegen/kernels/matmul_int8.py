@@ -10,7 +10,7 @@ same operations, same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ggufc.codegen.emitter import F32, I32, Emitter, Value, Var, vec
@@ -44,11 +44,11 @@ class Int8Product:
         """Bytes between the records of consecutive tokens."""
         return q8_record(self.k).stride
 
-    def direct(self, e: Emitter, group: Value, part: int | Value, x: Value, tokens: int) -> list[Value]:
-        """Accumulators, one vector of rows per token, of ``tokens`` consecutive records at ``x``."""
-        acc = self._accumulators(e, tokens)
+    def direct(self, e: Emitter, group: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
+        """Accumulators, one vector of weight rows per activation record at ``rows``."""
+        acc = self._accumulators(e, len(rows))
         for i, cursor in self._walk(e, group, part):
-            self._block(e, self.format.unpack(e, cursor), x, i, acc, self.format.offset)
+            self._block(e, self.format.unpack(e, cursor), rows, i, acc, self.format.offset)
         return [a.get() for a in acc]
 
     def _walk(self, e: Emitter, group: Value, part: int | Value) -> Iterator[tuple[Value, Cursor]]:
@@ -63,11 +63,11 @@ class Int8Product:
                 with e.for_range(0, m, name="block") as j:
                     yield e.b.add(first, j), self.format.cursor(e, group, self.k, chunk, j, part)
 
-    def from_panel(self, e: Emitter, panel: Value, part: int | Value, x: Value, tokens: int) -> list[Value]:
+    def from_panel(self, e: Emitter, panel: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
         """As ``direct``, from a group unpacked by ``fill_panel``."""
-        acc = self._accumulators(e, tokens)
+        acc = self._accumulators(e, len(rows))
         with e.for_range(0, self.blocks, name="k") as i:
-            self._block(e, self.panel.read(e, panel, i, part), x, i, acc, self.panel.offset(e))
+            self._block(e, self.panel.read(e, panel, i, part), rows, i, acc, self.panel.offset(e))
         return [a.get() for a in acc]
 
     def fill_panel(self, e: Emitter, group: Value, panel: Value) -> None:
@@ -80,9 +80,9 @@ class Int8Product:
         floats = vec(F32, e.target.lanes)
         return [e.var(floats, e.const(floats, 0)) for _ in range(tokens)]
 
-    def _block(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: list[Var], offset: int) -> None:
-        for t, a in enumerate(acc):
-            self._block_of_token(e, u, e.gep(x, t * self.stride()), i, a, offset)
+    def _block(self, e: Emitter, u: Unpacked, rows: Sequence[Value], i: Value, acc: list[Var], offset: int) -> None:
+        for x, a in zip(rows, acc):
+            self._block_of_token(e, u, x, i, a, offset)
 
     def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
         b, lanes = e.b, e.target.lanes

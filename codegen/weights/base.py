@@ -78,6 +78,8 @@ class WeightFormat:
     super_bytes: ClassVar[int] = 0
     columns: ClassVar[int] = 32
     """Columns come in multiples of this."""
+    panel_tokens: ClassVar[int] = 64
+    """From this many tokens on a group is unpacked to scratch first; below, unpacking again for every block of tokens is cheaper."""
 
     # -- layout ------------------------------------------------------------------------------------------------------
 

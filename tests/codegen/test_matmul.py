@@ -13,7 +13,7 @@ from ggufc.codegen.cpu.target import resolve
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import symbol
-from ggufc.codegen.kernels.matmul import MatMul, MatMulId, grid, tiles_per_token
+from ggufc.codegen.kernels.matmul import MatMul, grid
 from ggufc.codegen.weights import weight_format
 from harness import run, runnable_targets
 from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
@@ -129,27 +129,6 @@ def test_extreme_codes_and_activations_do_not_saturate():
         for target in runnable_targets():
             y = multiply(MatMul(name, k, n, "none", False, "T"), target, packed(name, raw, k), x)
             assert np.abs(y - want).max() <= 2e-6 * np.abs(want).max()
-
-
-@pytest.mark.parametrize("target", LEVELS)
-@pytest.mark.parametrize(("name", "broadcast"), [("q6_k", True), ("f16", False)])
-def test_expert_products(name, broadcast, target):
-    k, n, experts, used, tokens = 256, 24, 5, 2, 11
-    raws = [weight_rows(name, k, n, seed=10 + i) for i in range(experts)]
-    w = np.concatenate([packed(name, raw, k) for raw in raws])
-    rng = np.random.default_rng(9)
-    ids = np.stack([rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
-    x = activations(tokens if broadcast else tokens * used, k)
-    spec = MatMulId(name, k, n, experts, used, broadcast)
-    y = np.full((tokens, used, n), np.nan, np.float32)
-    args = [w, records(x, weight_format(name).mode), y, ids]
-    y = run(spec, target, args, tokens * tiles_per_token(spec), loaded=loaded(spec, target), T=tokens)[2]
-    for t in range(tokens):
-        for u in range(used):
-            row = x[t if broadcast else t * used + u][None]
-            # The same bits as a dense product with that expert.
-            dense = MatMul(name, k, n, "none", False, "T")
-            assert multiply(dense, target, packed(name, raws[ids[t, u]], k), row).tobytes() == y[t, u].tobytes()
 
 
 @pytest.mark.parametrize(("k", "n"), [(576, 192), (576, 49152), (1536, 576), (4096, 4096), (64, 16)])
