@@ -1,8 +1,4 @@
-"""Operators without a fusion of their own, one kernel each.
-
-A node's operands become strided tensors: a view costs nothing. Static offsets go into the argument's address so that equal shapes share a
-kernel.
-"""
+"""Operators without a fusion of their own, one rule each."""
 
 from __future__ import annotations
 
@@ -10,22 +6,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import decode, elementwise, matmul, rope, rowwise, select, softmax, strided_matmul
-from ggufc.codegen.kernels.cache_blocks import BLOCKS
-from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
+from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, select, softmax, strided_matmul
+from ggufc.codegen.kernels.strided import Strided, contiguous
+from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, rope_table, strided
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import Dim, product
 from ggufc.ir.graph import Node
-from ggufc.ir.layout import Layout, contiguous_nb, layout
-from ggufc.ir.ops.cache import is_version
+from ggufc.ir.layout import contiguous_nb, layout
 
 if TYPE_CHECKING:
     from ggufc.codegen.lower import Lowering
-
-Emit = Callable[["Lowering", Node], None]
 
 
 def lower_generic(low: Lowering, node: Node) -> None:
@@ -43,42 +36,7 @@ def copy_to_output(low: Lowering, node: Node, name: str) -> None:
     """An output that is no fresh result (a view, or a value others need as well) is copied."""
     at, source = strided(low, node)
     out = Ref("output", name)
-    _launch(low, elementwise.Copy(source, contiguous("f32", node.ne)), (at, out), (1,), node)
-
-
-def strided(low: Lowering, node: Node, dims: int | None = None) -> tuple[Ref, Strided]:
-    """Address and strided form of a node."""
-    where: Layout = layout(node)
-    dtype = where.root.dtype
-    if where.root.op.name == "weight" and dtype in ("f16", "bf16"):
-        dtype = "f32"  # plain weights are stored as f32
-    base = low.root_ref(where.root)
-    if dtype in BLOCKS and is_version(where.root):
-        base, dtype = _decoded(low, where.root), "f32"
-    size = 2 if dtype in ("f16", "bf16") else 4
-    if isinstance(where.offset, Dim):
-        return base, Strided(dtype, where.ne, where.nb, where.offset)
-    return base.at(where.offset * size), Strided(dtype, where.ne, where.nb)
-
-
-def _decoded(low: Lowering, version: Node) -> Ref:
-    """A cache of blocks as f32, once per version: only unfused graphs look at blocks across rows."""
-    key = (version, 0, "decoded")
-    if key not in low.rounded:
-        row, cells = fixed(version.ne[0]), version.ne[1]
-        out = low.schedule.new_value(form(version.type.numel, 4), f"{version.name} (f32)")
-        sym, mult = rows_grid([cells])
-        low.emit(Step(decode.DecodeRows(row, version.dtype), (low.root_ref(version), out), (1,), version.name, sym, 1, mult))
-        low.rounded[key] = out
-    return low.rounded[key]
-
-
-def _launch(
-    low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, ...], node: Node, inplace: tuple[int, int] | None = None
-) -> None:
-    grid: Grid = spec.grid()
-    moved = form(node.type.numel, 8)
-    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=moved, inplace=inplace))
+    launch(low, elementwise.Copy(source, contiguous("f32", node.ne)), (at, out), (1,), node)
 
 
 def _same_storage(node: Node, operand: Node) -> bool:
@@ -99,7 +57,7 @@ def _pointwise(expression: Callable[[Node], Any]) -> Emit:
         spec = elementwise.Elementwise(expression(node), contiguous("f32", node.ne), tuple(shapes))
         inplace = next(((0, i + 1) for i, o in enumerate(node.operands) if _same_storage(node, o)), None)
         out = low.result(node)
-        _launch(low, spec, (out, *refs), (0,), node, inplace)
+        launch(low, spec, (out, *refs), (0,), node, inplace)
 
     return emit
 
@@ -107,7 +65,7 @@ def _pointwise(expression: Callable[[Node], Any]) -> Emit:
 def _copy(low: Lowering, node: Node) -> None:
     at, source = strided(low, node.operands[0])
     spec = elementwise.Copy(source, contiguous(node.dtype, node.ne))
-    _launch(low, spec, (at, low.result(node)), (1,), node)
+    launch(low, spec, (at, low.result(node)), (1,), node)
 
 
 def _concat(low: Lowering, node: Node) -> None:
@@ -120,7 +78,7 @@ def _concat(low: Lowering, node: Node) -> None:
         ne = operand.type.ne4
         target = Strided(node.dtype, ne, nb, 0 if isinstance(start, int) else start)
         where = out.at(4 * start) if isinstance(start, int) else out
-        _launch(low, elementwise.Copy(source, target), (at, where), (1,), node)
+        launch(low, elementwise.Copy(source, target), (at, where), (1,), node)
         start = start + nb[dim] * ne[dim]
 
 
@@ -133,7 +91,7 @@ def _soft_max(low: Lowering, node: Node) -> None:
     out = low.result(node)
     inplace = (1, 0) if _same_storage(node, node.operands[0]) else None
     spec = softmax.SoftMax(shapes[0], contiguous("f32", node.ne), float(node.attrs["scale"]), mask, len(shapes) > 2)
-    _launch(low, spec, (refs[0], out, *refs[1:], *[NULL] * (3 - len(refs))), (1,), node, inplace)
+    launch(low, spec, (refs[0], out, *refs[1:], *[NULL] * (3 - len(refs))), (1,), node, inplace)
 
 
 def _two(kernel: Callable[..., Any]) -> Emit:
@@ -141,7 +99,7 @@ def _two(kernel: Callable[..., Any]) -> Emit:
 
     def emit(low: Lowering, node: Node) -> None:
         at, a = strided(low, node.operands[0])
-        _launch(low, kernel(a, contiguous(node.dtype, node.ne), node), (at, low.result(node)), (1,), node)
+        launch(low, kernel(a, contiguous(node.dtype, node.ne), node), (at, low.result(node)), (1,), node)
 
     return emit
 
@@ -149,10 +107,12 @@ def _two(kernel: Callable[..., Any]) -> Emit:
 def _get_rows(low: Lowering, node: Node) -> None:
     (at, a), (ids, idx) = (strided(low, o) for o in node.operands)
     spec = select.GetRowsPlain(a, idx, contiguous(node.dtype, node.ne))
-    _launch(low, spec, (at, ids, low.result(node)), (2,), node)
+    launch(low, spec, (at, ids, low.result(node)), (2,), node)
 
 
 def _kq_mask(low: Lowering, node: Node) -> None:
+    if node.attrs["first"] != 0:
+        raise CodegenError(f"node {node.name!r}: a mask that begins at cell {node.attrs['first']} has no kernel; there is one from cell 0")
     cells, vis = (low.ref(o)[0] for o in node.operands)
     sym, mult = rows_grid(node.ne[1:])
     low.emit(Step(select.KqMask(node.ne[0]), (cells, vis, low.result(node)), (2,), node.name, sym, 1, mult))
@@ -163,13 +123,9 @@ def _norm_rows(low: Lowering, node: Node) -> None:
     where = layout(x)
     ne0 = fixed(where.ne[0])
     if not where.contiguous:
-        at = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)")
-        source_at, source = strided(low, x)
-        _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, at), (1,), x)
-        inplace = True
+        at, inplace = contiguous_copy(low, x), True
     else:
-        at = low.ref(x)[0]
-        inplace = _same_storage(node, x)
+        at, inplace = low.ref(x)[0], _same_storage(node, x)
     out = low.result(node)
     sym, mult = rows_grid(node.ne[1:])
     if node.op.name == "norm":
@@ -186,23 +142,8 @@ def _rope(low: Lowering, node: Node) -> None:
     """``rope`` without the split into table and application: the table is a value of its own."""
     x, pos = node.operands[:2]
     factors = node.operands[2] if len(node.operands) > 2 else None
-    a = node.attrs
-    n_dims = int(a["n_dims"])
-    table = low.schedule.new_value(form(pos.type.numel, 4 * n_dims), f"{node.name} (table)")
-    spec = rope.RopeTable(
-        n_dims,
-        float(a["base"]),
-        float(a["freq_scale"]),
-        float(a["ext_factor"]),
-        float(a["attn_factor"]),
-        float(a["beta_fast"]),
-        float(a["beta_slow"]),
-        int(a["n_ctx_orig"]),
-        factors is not None,
-    )
-    ff = Ref("weight", low.weights.request(factors, "plain").name) if factors is not None else NULL
-    sym, mult = rows_grid([pos.type.numel])
-    low.emit(Step(spec, (low.ref(pos)[0], ff, table), (2,), node.name, sym, 1, mult))
+    table = low.schedule.new_value(form(pos.type.numel, 4 * node.attrs["n_dims"]), f"{node.name} (table)")
+    rope_table(low, node, pos, factors, table)
     rotate(low, node, x, table)
 
 
@@ -217,9 +158,7 @@ def rotate(low: Lowering, node: Node, x: Node, table: Ref) -> None:
     if where.nb[0] == 1 and (heads == 1 or where.nb[1] == d) and len(where.nb) == 3 and isinstance(where.nb[2], int):
         at, ldx = low.ref(x)[0], where.nb[2]
     else:
-        source_at, source = strided(low, x)
-        at, ldx = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)"), d * heads
-        _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, at), (1,), x)
+        at, ldx = contiguous_copy(low, x), d * heads
     spec = rope.RopeApply(d, heads, int(node.attrs["n_dims"]), node.attrs["mode"])
     sym, mult = rows_grid([where.ne[2]])
     args = (at, integer(fixed(ldx)), table, NULL, low.result(node), integer(d * heads), NULL)
@@ -233,7 +172,7 @@ def _mul_mat(low: Lowering, node: Node) -> None:
         return
     (at, left), (bt, right) = strided(low, a), strided(low, b)
     spec = strided_matmul.StridedMatMul(left, right, contiguous("f32", node.ne))
-    _launch(low, spec, (at, bt, low.result(node)), (2,), node)
+    launch(low, spec, (at, bt, low.result(node)), (2,), node)
 
 
 def _mul_mat_packed(low: Lowering, node: Node) -> None:
@@ -243,9 +182,7 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     slabs = fixed(w.type.ne4[2])
     if w.type.ne4[3] != 1 or x.type.ne4[3] != 1 or (slabs > 1 and x.type.ne4[2] != slabs):
         raise CodegenError(f"node {node.name!r}: a product of the {w.dtype} weight {w.type} with {x.type} has no kernel")
-    source_at, source = strided(low, x)
-    flat = low.schedule.new_value(form(x.type.nbytes), f"{x.name} (contiguous)")
-    _launch(low, elementwise.Copy(source, contiguous("f32", x.ne)), (source_at, flat), (1,), x)
+    flat = contiguous_copy(low, x)
     rows = product(x.ne[1:]) if slabs == 1 else x.type.ne4[1]
     mode = activation_mode(w.dtype)
     record = q8_record(k).stride
@@ -256,8 +193,6 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     out = low.result(node)
     if isinstance(rows, Dim) and slabs > 1:
         raise CodegenError(f"node {node.name!r}: stacked {w.dtype} weights over {rows} rows have no kernel")
-    from ggufc.codegen.kernels import quantize
-
     rounded = low.schedule.new_value(form(product(x.ne[1:]), record), f"{x.name} (q8)")
     all_sym, all_mult = rows_grid([product(x.ne[1:])])
     low.emit(Step(quantize.Quantize(k, mode, False, 0.0), (flat, integer(k), NULL, rounded), (3,), x.name + ".q8", all_sym, 1, all_mult))
@@ -268,13 +203,9 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
         low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 
 
-def _unary(name: str) -> Emit:
-    return _pointwise(lambda node: (name, 0))
-
-
 RULES: dict[str, Emit] = {
-    **{name: _unary(name) for name in ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "neg", "sqrt", "softplus")},
-    **{name: _pointwise(lambda node: (node.op.name, 0, 1)) for name in ("add", "sub", "mul", "div")},
+    **dict.fromkeys(elementwise.UNARY, _pointwise(lambda node: (node.op.name, 0))),
+    **dict.fromkeys(elementwise.BINARY, _pointwise(lambda node: (node.op.name, 0, 1))),
     "glu": _pointwise(lambda node: ("mul", (node.attrs["fn"], 0), 1)),
     "scale": _pointwise(lambda node: ("scale", 0, float(node.attrs["s"]), float(node.attrs["b"]))),
     "softcap": _pointwise(lambda node: ("softcap", 0, float(node.attrs["cap"]))),

@@ -2,77 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import elementwise, hadamard, indexer, lists, sums
+from ggufc.codegen.kernels import hadamard, indexer, lists, sums
 from ggufc.codegen.kernels.attention_cells import STEP
 from ggufc.codegen.kernels.softmax import SumRows
-from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
+from ggufc.codegen.kernels.strided import Strided, contiguous
+from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, strided
 from ggufc.codegen.schedule import Ref, Step, add_forms, fixed, form, integer, rows_grid
 from ggufc.formats.ggml_types import row_bytes
-from ggufc.ir.dims import Dim, IntDim
+from ggufc.ir.dims import Dim
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import layout
 
 if TYPE_CHECKING:
     from ggufc.codegen.lower import Lowering
 
-Emit = Callable[["Lowering", Node], None]
-
-
-def _strided(low: Lowering, node: Node) -> tuple[Ref, Strided]:
-    """Address and strided form of a node; a static offset goes into the address."""
-    from ggufc.codegen.lower_generic import strided
-
-    return strided(low, node)
-
-
-def _launch(low: Lowering, spec: Any, args: tuple[Ref, ...], writes: tuple[int, ...], node: Node, moved: IntDim) -> None:
-    grid: Grid = spec.grid()
-    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=form(moved)))
-
 
 def _adjacent(low: Lowering, node: Node) -> tuple[Ref, Strided]:
-    """As ``_strided``, copied first where elements of a row are apart."""
-    at, x = _strided(low, node)
+    """As ``strided``, copied first where elements of a row are apart."""
+    at, x = strided(low, node)
     if x.nb[0] == 1:
         return at, x
-    whole = low.schedule.new_value(form(node.type.numel, 4), f"{node.name} (contiguous)")
-    target = contiguous("i32" if node.dtype == "i32" else "f32", node.ne)
-    _launch(low, elementwise.Copy(x, target), (at, whole), (1,), node, node.type.numel * 8)
-    return whole, target
+    return contiguous_copy(low, node), contiguous("i32" if node.dtype == "i32" else "f32", node.ne)
 
 
 def _fill(low: Lowering, node: Node) -> None:
     spec = lists.Fill(float(node.attrs["value"]), contiguous(node.dtype, node.ne))
-    _launch(low, spec, (low.result(node),), (0,), node, node.type.numel * 4)
+    launch(low, spec, (low.result(node),), (0,), node, moved=node.type.numel * 4)
 
 
 def _blend(low: Lowering, node: Node) -> None:
-    (at, a), (ids, idx) = _strided(low, node.operands[0]), _adjacent(low, node.operands[1])
+    (at, a), (ids, idx) = strided(low, node.operands[0]), _adjacent(low, node.operands[1])
     spec = lists.Blend(a, idx, float(node.attrs["value"]), contiguous("f32", node.ne))
-    _launch(low, spec, (at, ids, low.result(node)), (2,), node, node.type.numel * 8)
+    launch(low, spec, (at, ids, low.result(node)), (2,), node, moved=node.type.numel * 8)
 
 
 def _hadamard(low: Lowering, node: Node) -> None:
     at, a = _adjacent(low, node.operands[0])
     spec = hadamard.Hadamard(a, int(node.attrs["n"]), contiguous("f32", node.ne))
-    _launch(low, spec, (at, low.result(node)), (1,), node, node.type.numel * 8)
+    launch(low, spec, (at, low.result(node)), (1,), node, moved=node.type.numel * 8)
 
 
 def _sum_rows_ext(low: Lowering, node: Node) -> None:
-    at, a = _strided(low, node.operands[0])
+    at, a = strided(low, node.operands[0])
     dim, out = int(node.attrs["dim"]), contiguous("f32", node.ne)
     spec: Any = SumRows(a, out) if dim == 0 else sums.SumRowsExt(a, dim, out)
-    _launch(low, spec, (at, low.result(node)), (1,), node, node.operands[0].type.numel * 4)
+    launch(low, spec, (at, low.result(node)), (1,), node, moved=node.operands[0].type.numel * 4)
 
 
 def _mask_to_index(low: Lowering, node: Node) -> None:
     at, mask = _adjacent(low, node.operands[0])
     spec = lists.MaskToIndex(mask, int(node.attrs["k"]))
-    _launch(low, spec, (at, low.result(node)), (1,), node, node.operands[0].type.numel * 4)
+    launch(low, spec, (at, low.result(node)), (1,), node, moved=node.operands[0].type.numel * 4)
 
 
 def _list_spans(low: Lowering, node: Node) -> None:
@@ -113,22 +96,18 @@ def _indexer_topk(low: Lowering, node: Node) -> None:
 
 def _heads(low: Lowering, q: Node, d: int, heads: int) -> tuple[Ref, int]:
     """Address of [d, heads, T] with adjacent heads, and the distance of tokens."""
-    at, x = _strided(low, q)
+    at, x = strided(low, q)
     if x.nb[0] == 1 and (heads == 1 or x.nb[1] == d) and isinstance(x.nb[2], int) and x.dtype == "f32":
         return at, x.nb[2]
-    whole = low.schedule.new_value(form(q.type.numel, 4), f"{q.name} (contiguous)")
-    _launch(low, elementwise.Copy(x, contiguous("f32", q.ne)), (at, whole), (1,), q, q.type.numel * 8)
-    return whole, d * heads
+    return contiguous_copy(low, q), d * heads
 
 
 def _rows(low: Lowering, x: Node) -> tuple[Ref, int]:
     """Address of a matrix of adjacent f32 rows, and the distance of rows."""
-    at, s = _strided(low, x)
+    at, s = strided(low, x)
     if s.nb[0] == 1 and isinstance(s.nb[1], int) and s.dtype == "f32":
         return at, s.nb[1]
-    whole = low.schedule.new_value(form(x.type.numel, 4), f"{x.name} (contiguous)")
-    _launch(low, elementwise.Copy(s, contiguous("f32", x.ne)), (at, whole), (1,), x, x.type.numel * 8)
-    return whole, fixed(x.ne[0])
+    return contiguous_copy(low, x), fixed(x.ne[0])
 
 
 SPARSE_RULES: dict[str, Emit] = {

@@ -1,0 +1,102 @@
+"""What rules of lowering share: operands as strided tensors, contiguous copies, launches over the rows of a result.
+
+A view costs nothing. Static offsets go into the argument's address so that equal shapes share a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels import decode, rope
+from ggufc.codegen.kernels.cache import SIZES
+from ggufc.codegen.kernels.cache_blocks import BLOCKS
+from ggufc.codegen.kernels.elementwise import Copy
+from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
+from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, rows_grid
+from ggufc.formats.abi import PARAMS
+from ggufc.ir.dims import Dim, IntDim
+from ggufc.ir.graph import Node
+from ggufc.ir.layout import layout
+from ggufc.ir.ops.cache import is_version
+
+if TYPE_CHECKING:
+    from ggufc.codegen.lower import Lowering
+
+Emit = Callable[["Lowering", Node], None]
+"""A rule: emits the launches of one node."""
+
+
+def strided(low: Lowering, node: Node) -> tuple[Ref, Strided]:
+    """Address and strided form of a node."""
+    where = layout(node)
+    dtype = where.root.dtype
+    if where.root.op.name == "weight" and dtype in ("f16", "bf16"):
+        dtype = "f32"  # plain weights are stored as f32
+    base = low.root_ref(where.root)
+    if dtype in BLOCKS and is_version(where.root):
+        base, dtype = _decoded(low, where.root), "f32"
+    if isinstance(where.offset, Dim):
+        return base, Strided(dtype, where.ne, where.nb, where.offset)
+    return base.at(where.offset * SIZES.get(dtype, 4)), Strided(dtype, where.ne, where.nb)
+
+
+def _decoded(low: Lowering, version: Node) -> Ref:
+    """A cache of blocks as f32, once per version: only unfused graphs look at blocks across rows."""
+    key = (version, 0, "decoded")
+    if key not in low.rounded:
+        row, cells = fixed(version.ne[0]), version.ne[1]
+        out = low.schedule.new_value(form(version.type.numel, 4), f"{version.name} (f32)")
+        sym, mult = rows_grid([cells])
+        low.emit(Step(decode.DecodeRows(row, version.dtype), (low.root_ref(version), out), (1,), version.name, sym, 1, mult))
+        low.rounded[key] = out
+    return low.rounded[key]
+
+
+def contiguous_copy(low: Lowering, node: Node) -> Ref:
+    """The node's values side by side, i32 or f32, in storage of their own."""
+    at, source = strided(low, node)
+    target = contiguous("i32" if node.dtype == "i32" else "f32", node.ne)
+    whole = low.schedule.new_value(form(node.type.numel, 4), f"{node.name} (contiguous)")
+    launch(low, Copy(source, target), (at, whole), (1,), node)
+    return whole
+
+
+def launch(
+    low: Lowering,
+    spec: Any,
+    args: tuple[Ref, ...],
+    writes: tuple[int, ...],
+    node: Node,
+    inplace: tuple[int, int] | None = None,
+    moved: IntDim | None = None,
+) -> None:
+    """One launch over ``spec.grid()``; ``moved``: bytes read and written, by default one value in and one out per element."""
+    unknown = node.type.symbols.difference(PARAMS)
+    if unknown:
+        raise CodegenError(f"node {node.name!r}: sizes with the symbol {min(unknown)} have no kernel; known are {', '.join(PARAMS)}")
+    grid: Grid = spec.grid()
+    traffic = form(node.type.numel * 8 if moved is None else moved)
+    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=traffic, inplace=inplace))
+
+
+def rope_table(low: Lowering, node: Node, pos: Node, factors: Node | None, table: Ref) -> None:
+    """The launch that fills ``table`` f32[n_dims, T] with the angles ``node`` (``rope`` or ``rope_table``) asks for."""
+    a = node.attrs
+    if a["inverse"]:
+        raise CodegenError(f"node {node.name!r}: {node.op.name} by the negative angle (inverse) has no kernel")
+    spec = rope.RopeTable(
+        a["n_dims"],
+        a["base"],
+        a["freq_scale"],
+        a["ext_factor"],
+        a["attn_factor"],
+        a["beta_fast"],
+        a["beta_slow"],
+        a["n_ctx_orig"],
+        factors is not None,
+    )
+    ff = Ref("weight", low.weights.request(factors, "plain").name) if factors is not None else NULL
+    sym, mult = rows_grid([pos.type.numel])
+    low.emit(Step(spec, (low.ref(pos)[0], ff, table), (2,), node.name, sym, 1, mult))

@@ -1,0 +1,51 @@
+"""Settings of operators that no kernel knows are refused by the node's name instead of being lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.lower import lower
+from ggufc.ir import Graph, TensorType
+from ggufc.ir.dims import Sym
+
+SYMBOLS = ("T", "O", "C", "KV", "R")
+T, R = Sym("T"), Sym("R")
+
+
+def turned(inverse):
+    g = Graph("g", symbols=SYMBOLS)
+    x = g.add("reshape", g.input("embd", "embd", TensorType("f32", (64, T))), ne=(32, 2, T))
+    pos = g.input("positions", "positions", TensorType("i32", (T,)))
+    g.outputs["o"] = g.add("rope", x, pos, mode="neox", n_dims=32, base=1e4, inverse=inverse, name="turn")
+    return g
+
+
+def masked(first):
+    g = Graph("g", symbols=SYMBOLS)
+    cells = g.input("kv_cells", "kv_cells", TensorType("i32", (R,)))
+    vis = g.input("visible", "visible", TensorType("i32", (3, T)))
+    g.outputs["o"] = g.add("kq_mask", cells, vis, ne0=64, first=first, name="mask")
+    return g
+
+
+def summed(symbol):
+    g = Graph("g", symbols=tuple(dict.fromkeys((*SYMBOLS, symbol))))
+    x = g.input("embd", "embd", TensorType("f32", (64, Sym(symbol))))
+    g.outputs["o"] = g.add("neg", x, name="minus")
+    return g
+
+
+@pytest.mark.parametrize(
+    ("make", "known", "unknown", "message"),
+    [
+        (turned, False, True, "'turn'.*inverse"),
+        (masked, 0, 32, "'mask'.*begins at cell 32"),
+        (summed, "T", "P", "'minus'.*symbol P"),
+    ],
+    ids=["rope", "kq_mask", "symbol"],
+)
+def test_refused_by_name(make, known, unknown, message):
+    assert lower(make(known))[0].steps
+    with pytest.raises(CodegenError, match=message):
+        lower(make(unknown))
