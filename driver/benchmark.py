@@ -10,7 +10,6 @@ import csv
 import datetime
 import io
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -150,16 +149,3 @@ def parse_counts(text: str, what: str, least: int = 0) -> list[int]:
             raise DriverError(f"{what} {text!r}: {item.strip()!r} is out of range (at least {least}, ranges ascending)")
         values.extend(range(first, last + 1))
     return values
-
-
-def profile_lines(entries: Iterable[tuple[str, float]], limit: int = 20) -> list[str]:
-    """A table of cycles by kernel, largest first: share, launches, kernel."""
-    totals: dict[str, list[float]] = {}
-    for name, cycles in entries:
-        entry = totals.setdefault(name, [0.0, 0.0])
-        entry[0] += cycles
-        entry[1] += 1
-    whole = math.fsum(total for total, _ in totals.values()) or 1.0
-    order = sorted(totals.items(), key=lambda item: -item[1][0])
-    lines = [f"{100 * total / whole:5.1f} %  {int(count):5} launches  {name}" for name, (total, count) in order[:limit]]
-    return lines + ([f"        {len(order) - limit} more kernels"] if len(order) > limit else [])

@@ -24,7 +24,7 @@ EXEC_N_LAUNCHES = 0
 EXEC_LAUNCHES = 1  # address of the launch table
 EXEC_PARAMS = 2  # address of the params array
 EXEC_COUNTERS = 3  # address of the counters
-EXEC_PROFILE = 4  # 0, or address of n_launches + 1 words: cycle counter when thread 0 passes each launch, and at the end
+EXEC_PROFILE = 4  # 0, or address of 2 n_launches + 1 words: thread 0's cycle counter before and after each launch's wait, and at the end
 EXEC_WORDS = 8
 
 # Launch table entry.

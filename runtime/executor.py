@@ -23,6 +23,7 @@ from .image import CodeImage
 from .memory import Region, align
 from .rows import CacheRows, HostPart
 from .team import Team
+from .windows import REDIRECTED, SUFFIX, redirected
 
 CACHE_PAD = 256
 """Cells are allocated, and visible lengths rounded, in multiples of this (attention walks the cache in tiles)."""
@@ -61,10 +62,14 @@ class Limits:
 
 
 class CacheBuffers:
-    """The persistent KV buffers of an artifact, zero-filled. ``view(name)`` is u8 [cells, row bytes]."""
+    """The persistent KV buffers of an artifact, zero-filled. ``view(name)`` is u8 [rows, row bytes].
 
-    def __init__(self, artifact: Artifact, n_cells: int) -> None:
+    Row c is cell c, except that caches of layers with a window have ``window_rows`` rows if that is not 0 (``windows``).
+    """
+
+    def __init__(self, artifact: Artifact, n_cells: int, window_rows: int = 0) -> None:
         self.n_cells = n_cells
+        self.n_rows: dict[str, int] = {}
         self.specs = {cache.name: cache for cache in artifact.manifest.caches}
         self.row_bytes: dict[str, int] = {}
         self.offsets: dict[str, int] = {}
@@ -76,13 +81,14 @@ class CacheBuffers:
                     f"{artifact.path}: cache {cache.name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored"
                 )
             self.row_bytes[cache.name] = cache.row // info.block * info.bytes
+            self.n_rows[cache.name] = window_rows if window_rows and cache.window else n_cells
             self.offsets[cache.name] = total
-            total += align(self.row_bytes[cache.name] * n_cells)
+            total += align(self.row_bytes[cache.name] * self.n_rows[cache.name])
         self.memory = Region(total, f"a KV cache of {n_cells} cells")
 
     def view(self, name: str) -> np.ndarray:
-        row, start = self.row_bytes[name], self.offsets[name]
-        return self.memory.bytes[start : start + row * self.n_cells].reshape(self.n_cells, row)
+        row, start, n = self.row_bytes[name], self.offsets[name], self.n_rows[name]
+        return self.memory.bytes[start : start + row * n].reshape(n, row)
 
     def rows(self, name: str) -> CacheRows:
         """The rows of one cache for state files and for moving cells: here in one part."""
@@ -99,7 +105,11 @@ class Executor:
 
     ``inputs[name]`` are the input buffers (numpy, numpy order), filled by the caller before ``eval``; ``output(name)`` is a view that the
     next ``eval`` overwrites. ``share`` is another executor of the same artifact whose caches, code and threads this one uses.
+    ``window_rows`` not 0: caches of layers with a window are compacted to as many rows, and the launches on them read inputs of their own,
+    named with ``windows.SUFFIX``.
     """
+
+    window_rows = 0
 
     def __init__(
         self,
@@ -111,14 +121,16 @@ class Executor:
         n_seq_max: int = 1,
         share: Executor | None = None,
         profile: bool = False,
+        window_rows: int = 0,
     ) -> None:
+        self.window_rows = window_rows if share is None else share.window_rows
         self.artifact = artifact
         self.program = artifact.program(program)
         self.limits: Limits = Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits
         self._owns_team = share is None
         if share is None:
             self.image = CodeImage(artifact.image)
-            self.caches = CacheBuffers(artifact, self.limits.n_cells)
+            self.caches = CacheBuffers(artifact, self.limits.n_cells, window_rows)
             self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
         else:
             self.image, self.caches, self.team = share.image, share.caches, share.team
@@ -177,16 +189,17 @@ class Executor:
         self._places: dict[tuple[str, str], tuple[int, int]] = {}
         self._keep: list[Region] = []
         for spec in program.inputs:
-            region = Region(4 * self._input_values(spec), f"input {spec.name}")
-            self._keep.append(region)
-            self._places["input", spec.name] = (region.base, region.size)
-            self.inputs[spec.name] = region.bytes.view(_NUMPY[spec.dtype])
+            for name in [spec.name] + [spec.name + SUFFIX] * (self.window_rows > 0 and spec.kind in REDIRECTED):
+                region = Region(4 * self._input_values(spec), f"input {name}")
+                self._keep.append(region)
+                self._places["input", name] = (region.base, region.size)
+                self.inputs[name] = region.bytes.view(_NUMPY[spec.dtype])
         for name in program.outputs:
             region = Region(4 * self._output_values(name), f"output {name}")
             self._outputs[name] = region
             self._places["output", name] = (region.base, region.size)
         for name, offset in self.caches.offsets.items():
-            self._places["cache", name] = (self.caches.memory.base + offset, self.caches.row_bytes[name] * self.caches.n_cells)
+            self._places["cache", name] = (self.caches.memory.base + offset, self.caches.row_bytes[name] * self.caches.n_rows[name])
 
     def _input_values(self, spec: fmt.Input) -> int:
         """Values an input holds at the limits; ArtifactError if this version could not fill it."""
@@ -230,14 +243,16 @@ class Executor:
         flat: list[int] = []
         rows: list[tuple[int, int, int, int, int, int]] = []
         resolve = self._resolve
+        windowed = {name for name, spec in self.caches.specs.items() if spec.window} if self.window_rows else set[str]()
         for index, launch in enumerate(launches):
             wait = index if launch.wait < 0 else launch.wait
             known = 0 <= launch.kernel < len(kernels) and launch.sym in symbols
             if not (known and 1 <= launch.div <= _MAX_MULT and 0 <= launch.mult <= _MAX_MULT and wait <= index):
                 raise ArtifactError(f"{self.artifact.path}: launch {index} ({launch.node}) is malformed; compile the model again")
             rows.append((kernels[launch.kernel], len(flat), symbols[launch.sym], launch.div, launch.mult, wait))
+            compacted = bool(windowed) and redirected(self.program, launch, windowed, self.input_specs)
             for arg in launch.args:
-                flat.append(resolve(arg, index))
+                flat.append(resolve(self._redirect(arg) if compacted else arg, index))
         return flat, rows
 
     def _bind(self) -> None:
@@ -293,6 +308,12 @@ class Executor:
         if not 0 <= arg.offset < max(size, 1):
             raise self._bad_arg(arg, index, f"the offset lies outside its {size} bytes")
         return base + arg.offset
+
+    def _redirect(self, arg: fmt.Arg) -> fmt.Arg:
+        """The argument of a launch on compacted caches: slots, list and ranges are those of their rows."""
+        if arg.kind == "input" and self.input_specs[arg.name].kind in REDIRECTED:
+            return fmt.Arg("input", arg.name + SUFFIX, arg.value, arg.offset)
+        return arg
 
     def _bad_arg(self, arg: fmt.Arg, index: int, why: str) -> ArtifactError:
         node = self.program.launches[index].node
@@ -353,14 +374,14 @@ class Executor:
 
     def enable_profile(self, on: bool = True) -> None:
         """Record the cycle counter at each launch; read with ``profile``."""
-        self._profile = np.zeros(len(self.program.launches) + 1, np.int64) if on else None
+        self._profile = np.zeros(2 * len(self.program.launches) + 1, np.int64) if on else None
         self._exec[abi.EXEC_PROFILE] = 0 if self._profile is None else self._profile.__array_interface__["data"][0]
 
     def profile(self) -> np.ndarray:
-        """i64 [launches]: cycles thread 0 spent from one launch to the next in the last ``eval``."""
+        """i64 [launches, 2]: cycles thread 0 waited for earlier launches, and worked, in the last ``eval``."""
         if self._profile is None:
             raise RuntimeRefusal("profiling is off; create the executor with profile=True")
-        return np.diff(self._profile)
+        return np.diff(self._profile).reshape(-1, 2)
 
     def close(self) -> None:
         """Stop the threads if they are this executor's own. Safe to call twice."""

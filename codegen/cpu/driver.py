@@ -115,12 +115,14 @@ def _emit_run(module: ir.Module, target: Target) -> None:
     with e.for_range(0, n, name="launch") as i:
         entry = e.at(launches, i, 8 * abi.LAUNCH_WORDS)
         with e.if_(profiling, likely=False):
-            e.store(_cycles(e), e.at(profile, i, 8))
+            e.store(_cycles(e), e.at(profile, i, 16))
         first = e.load(I64, _word(e, entry, abi.LAUNCH_WAIT))
         with e.if_(b.icmp_signed("<", first, i)):
             wait(first, i)
         with e.if_(b.icmp_unsigned("!=", stale.get(), ir.Constant(I8, 0)), likely=False):
             e.ret()
+        with e.if_(profiling, likely=False):
+            e.store(_cycles(e), e.gep(e.at(profile, i, 16), 8))
         counter = e.at(counters, i, 8 * abi.COUNTER_WORDS)
         claim = _word(e, counter, abi.COUNTER_CLAIM)
         kernel = e.load(PTR, _word(e, entry, abi.LAUNCH_FN))
@@ -140,7 +142,7 @@ def _emit_run(module: ir.Module, target: Target) -> None:
         # Launches before the last waiting one are complete already; checking them again costs one load each.
         wait(e.i64(0), n)
         with e.if_(profiling, likely=False):
-            e.store(_cycles(e), e.at(profile, n, 8))
+            e.store(_cycles(e), e.at(profile, n, 16))
     e.ret()
 
 

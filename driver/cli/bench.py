@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", "form", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True, help="Format of the result."
 )
-@click.option("--profile", is_flag=True, help="Also print which kernels the last evaluation of each test spent its cycles in (on stderr).")
+@click.option("--profile", is_flag=True, help="Also print where the time of each test goes: node groups, kernels, bytes (on stderr).")
 @options.build
 def command(
     model: str,
@@ -126,12 +126,10 @@ def _size(model: str, session: Session) -> tuple[int, int]:
 
 
 def _show_profile(session: Session, test: Test, threads: int) -> None:
-    from ggufc.benchmark import profile_lines
     from ggufc.cli import terminal
+    from ggufc.profile import record, report, stream_read
 
-    executor = session.executor
-    kernels = session.artifact.manifest.kernels
-    cycles = executor.profile()
-    terminal.say(f"{test.name}, {threads} threads: cycles of the last evaluation")
-    for line in profile_lines((kernels[launch.kernel].signature, float(c)) for launch, c in zip(executor.program.launches, cycles)):
+    limit = stream_read(threads)
+    terminal.say(f"{test.name}, {threads} threads; memory is read at {limit / 1e9:.1f} GB/s")
+    for line in report(record(session, test), limit):
         terminal.say(f"  {line}")

@@ -48,10 +48,21 @@ def test_formats() -> None:
         benchmark.render(rows, "xml")
 
 
-def test_profiles_add_up_by_kernel() -> None:
-    lines = benchmark.profile_lines([("a", 1.0), ("b", 6.0), ("a", 3.0)])
-    assert lines == [" 60.0 %      1 launches  b", " 40.0 %      2 launches  a"]
-    assert benchmark.profile_lines([(str(i), 1.0) for i in range(5)], limit=2)[-1].strip() == "3 more kernels"
+def test_profiles_add_up_by_group_and_kernel() -> None:
+    from ggufc.profile import Entry, report
+
+    entries = [
+        Entry("embd", "get_rows(k=2)", 0.0, 1e-6, 1000),
+        Entry("blk.0.attn_q", "mat_mul(n=4)", 1e-6, 3e-6, 30_000),
+        Entry("blk.0.ffn_down", "mat_mul(n=4)", 0.0, 5e-6, 50_000),
+        Entry("logits", "mat_mul(n=9)", 0.0, 10e-6, 100_000),
+    ]
+    lines = report(entries, limit=2e10)
+    assert lines[1].split() == ["output", "1", "10.0", "50.0%", "0.10", "10.0", "50%"]
+    assert [line.split()[0] for line in lines[1:7]] == ["output", "blk.*.ffn", "blk.*.attn", "embedding", "barriers", "total"]
+    assert "5.0%" in lines[5] and lines[6].split()[2] == "20.0"
+    assert "40.0%" in lines[9] and "4.0 us x 2" in lines[9]
+    assert report(entries, 2e10, top=1)[-1].strip() == "and 2 more"
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ class Driver:
         for i, entry in enumerate(table):
             assert entry[abi.LAUNCH_WAIT] <= i
             if e[abi.EXEC_PROFILE]:
-                words(int(e[abi.EXEC_PROFILE]), n + 1)[i : i + 2] = [100 * i, 100 * i + 70]
+                words(int(e[abi.EXEC_PROFILE]), 2 * n + 1)[2 * i : 2 * i + 3] = [100 * i, 100 * i + 20, 100 * i + 70]
             size = 1 if entry[abi.LAUNCH_SYM] < 0 else int(params[entry[abi.LAUNCH_SYM]])
             kernel = _KERNEL(int(entry[abi.LAUNCH_FN]))
             for tile in range(int(entry[abi.LAUNCH_MULT]) * -(-size // int(entry[abi.LAUNCH_DIV]))):

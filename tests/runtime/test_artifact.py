@@ -207,7 +207,7 @@ def test_a_forgotten_executor_stops_its_threads(toy):
 def test_profile_counts_cycles_per_launch(toy):
     with Artifact.open(toy) as artifact, Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8, profile=True) as executor:
         executor.eval(1, 0, 0, 256)
-        assert executor.profile().tolist() == [100, 100, 100, 70]
+        assert executor.profile().tolist() == [[20, 80], [20, 80], [20, 80], [20, 50]]
         executor.enable_profile(False)
         with pytest.raises(RuntimeRefusal, match="profile=True"):
             executor.profile()
