@@ -17,6 +17,7 @@ from ggufc.codegen.schedule import Schedule
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir.graph import Graph
+from ggufc.models.errors import ModelError
 from ggufc.models.model import Model
 from ggufc.models.registry import load_model
 from ggufc.models.step import Step
@@ -63,9 +64,14 @@ def build_graph(model: Model, options: CompileOptions, program: str = "eval") ->
 def program_names(model: Model, options: CompileOptions) -> list[str]:
     """All programs of the artifact, with a variant for each answer to what builders ask about the session's size."""
     names = []
-    for base in PROGRAMS:
+    for base, special in PROGRAMS.items():
+        try:
+            observed = build_graph(model, options, base).analysis.get("observations", {})
+        except ModelError:
+            if not special:
+                raise
+            continue  # a model may have no graph of this kind; a session that asks for it is told so
         names.append(base)
-        observed = build_graph(model, options, base).analysis.get("observations", {})
         names.extend(f"{base}@{key}" for key, value in observed.items() if _SESSION_SIZES.match(key) and not value)
     return names
 

@@ -112,7 +112,8 @@ def report(entries: Sequence[Entry], limit: float, top: int = 12) -> list[str]:
 
 def _line(name: str, launches: int, seconds: float, whole: float, size: int, limit: float) -> str:
     speed = size / seconds if seconds else 0.0
-    return f"{name:12} {launches:8} {1e6 * seconds:9.1f} {100 * seconds / whole:5.1f}% {size / 1e6:8.2f} {speed / 1e9:6.1f} {100 * speed / limit:16.0f}%"
+    left = f"{name:12} {launches:8} {1e6 * seconds:9.1f} {100 * seconds / whole:5.1f}%"
+    return f"{left} {size / 1e6:8.2f} {speed / 1e9:6.1f} {100 * speed / limit:16.0f}%"
 
 
 def _short(signature: str, width: int = 110) -> str:
