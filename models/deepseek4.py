@@ -22,6 +22,7 @@ from ggufc.models.hparams import HParams
 from ggufc.models.hyper_connections import CHOOSE_NODES, MIX_OUT_NODES, Site, choose, choose_gates, enter, gates, merge, mix_in, mix_out
 from ggufc.models.moe import SHARED, moe, moe_nodes, moe_tensors
 from ggufc.models.names import first_present
+from ggufc.models.regions import REGION_NODES, REGION_ROWS, REGION_SYMBOLS, compacted
 from ggufc.models.step import Step
 from ggufc.models.weights import TensorSpec, Weights
 
@@ -88,7 +89,7 @@ def caches(hp: HParams, weights: Weights, step: Step) -> Iterator[CacheInfo]:
     for i, layer in enumerate(hp.layers):
         assert isinstance(layer, DeepSeek4Layer)
         d, fixed = layer.head_dim, dict(UNSHIFTABLE)
-        yield CacheInfo(f"blk.{i}.k", i, "k", type_k, d, d, layer.window, fixed)
+        yield CacheInfo(f"blk.{i}.k", i, "k", type_k, d, d, layer.window, fixed, str(REGION_ROWS) if compacted(layer, step) else "C")
         if layer.ratio not in (CSA, HCA):
             continue
         rows = entry_symbols(layer.ratio)[0]
@@ -113,7 +114,7 @@ def build(b: Builder) -> Graph:
     hp = with_tensors(b.hp, b.weights)
     check_cache_types(b.step)
     ratios = sorted({layer.ratio for layer in hp.layers if isinstance(layer, DeepSeek4Layer)} & {CSA, HCA})
-    b.graph.symbols = (*b.graph.symbols, "S", *(s for ratio in ratios for s in entry_symbols(ratio)))
+    b.graph.symbols = (*b.graph.symbols, "S", *REGION_SYMBOLS, *(s for ratio in ratios for s in entry_symbols(ratio)))
     if b.step.observe("embd_input") and any(isinstance(layer, DeepSeek4Layer) and layer.hashed for layer in hp.layers):
         raise ModelError("builder option 'embd_input': layers of this model choose experts by token, so embeddings cannot replace tokens")
     x = enter(b, b.embedding(), hp.streams)
@@ -173,7 +174,9 @@ def nodes(hp: HParams, weights: Weights, step: Step) -> int:
     """The most nodes of a graph: the sum of what the blocks promise."""
     hp = with_tensors(hp, weights)
     merged = _site(hp, "output_hc").merge_nodes
-    total: Any = INPUT_NODES + 2 * _INPUTS_PER_RATIO + MASK_NODES + EMBEDDING_NODES + 2 + HEAD_NODES + merged + 2 * CHOOSE_NODES
+    total: Any = (
+        INPUT_NODES + REGION_NODES + 2 * _INPUTS_PER_RATIO + MASK_NODES + EMBEDDING_NODES + 2 + HEAD_NODES + merged + 2 * CHOOSE_NODES
+    )
     for i, layer in enumerate(hp.layers):
         assert isinstance(layer, DeepSeek4Layer)
         sites = sum(_site(hp, f"blk.{i}.hc_{sub}").nodes for sub in SUBLAYERS)

@@ -32,6 +32,7 @@ from ggufc.models.hparams import RopeParams
 from ggufc.models.hyper_connections import choose
 from ggufc.models.indexer import CHOICE_NODES, SCORE_NODES, SELECTION_NODES, best_rows, index_scores, selection_mask
 from ggufc.models.names import first_present
+from ggufc.models.regions import REGION_ROWS, REGION_VISIBLE, compacted, region_mask, region_slots
 
 _FIXED_NODES = 3 * LINEAR_NODES + 2 * NORM_NODES + 3 + 3 * TAIL_NODES + 4 + 12 + 12
 """Projections; norms; queries and row; rotations; store; attention over raw rows; grouped output."""
@@ -69,8 +70,9 @@ def attention(b: Builder, hp: DeepSeek4Params, x: Node, i: int, rows: Node | Non
         q = b.add("rms_norm", q, name=f"{name}.attn_q.rms", eps=hp.norm_eps)
         q = rotate_tail(b, q, b.positions, layer.rope, f"{name}.attn_q.rope")
         q = b.add("permute", q, name=f"{name}.attn_q.permuted", axes=(0, 2, 1))
-        keys = [_read(b, _raw(b, x, layer, layer.rope, i), d, step.KV, f"{name}.k")]
-        masks = [b.kq_mask(layer.window)]
+        small = compacted(layer, step)
+        keys = [_read(b, _raw(b, x, layer, layer.rope, i), d, REGION_VISIBLE if small else step.KV, f"{name}.k")]
+        masks = [region_mask(b, layer.window) if small else b.kq_mask(layer.window)]
         if layer.ratio in (CSA, HCA):
             entries, mask = _entries(b, hp, x, qr, layer, layer.rope, i)
             keys.append(entries)
@@ -89,8 +91,9 @@ def _raw(b: Builder, x: Node, layer: DeepSeek4Layer, rope: RopeParams, i: int) -
     k = b.add("mul_mat", b.weight(f"{matrix}.weight"), x, name=f"{name}.attn_kv")
     k = b.add("reshape", b.rms_norm(k, f"{name}.attn_kv_a_norm"), name=f"{name}.attn_k.head", ne=(d, 1, step.T))
     k = b.add("reshape", rotate_tail(b, k, b.positions, rope, f"{name}.attn_k.rope"), name=f"{name}.attn_k.rows", ne=(d, step.T))
-    cache = b.graph.cache(f"{name}.k", TensorType(str(step.observe("type_k")), (d, step.C)))
-    return b.add("set_rows", cache, k, b.kv_slots, name=f"{name}.k.store")
+    small = compacted(layer, step)
+    cache = b.graph.cache(f"{name}.k", TensorType(str(step.observe("type_k")), (d, REGION_ROWS if small else step.C)))
+    return b.add("set_rows", cache, k, region_slots(b) if small else b.kv_slots, name=f"{name}.k.store")
 
 
 KEY_NAMES = ("attn_kv", "attn_kv_latent", "attn_kv_a_mqa")

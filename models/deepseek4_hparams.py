@@ -46,7 +46,7 @@ class DeepSeek4Keys(DenseKeys, frozen=True, kw_only=True):
     clamp: Limits = msgspec.field(name="swiglu_clamp_exp")
     clamp_shared: Limits | None = msgspec.field(name="swiglu_clamp_shexp", default=None)
     streams: Annotated[int, Meta(ge=1, le=8)] = msgspec.field(name="hyper_connection.count")
-    iterations: Annotated[int, Meta(ge=2, le=1000)] = msgspec.field(name="hyper_connection.sinkhorn_iterations", default=3)
+    iterations: Annotated[int, Meta(ge=2, le=200)] = msgspec.field(name="hyper_connection.sinkhorn_iterations", default=3)
     stream_eps: Epsilon | None = msgspec.field(name="hyper_connection.epsilon", default=None)
     n_hash: Annotated[int, Meta(ge=0, le=4096)] = msgspec.field(name="hash_layer_count", default=0)
     n_dense: Literal[0] = msgspec.field(name="leading_dense_block_count", default=0)

@@ -17,24 +17,16 @@ from ggufc.models.ffn import FFN_NODES, ffn, ffn_tensors
 from ggufc.models.hparams import HParams
 from ggufc.models.hyper_connections import CHOOSE_NODES, MIX_OUT_NODES, Site, choose, choose_gates, enter, gates, merge, mix_in, mix_out
 from ggufc.models.moe import moe, moe_nodes, moe_tensors
-from ggufc.models.openpangu_attention import (
-    REGION_LIST,
-    REGION_ROWS,
-    REGION_VISIBLE,
-    WINDOW_FIRST,
-    WINDOW_VIEW,
-    attention,
-    attention_nodes,
-    check_cache_types,
-)
+from ggufc.models.openpangu_attention import WINDOW_FIRST, WINDOW_VIEW, attention, attention_nodes, check_cache_types
 from ggufc.models.openpangu_hparams import ARCH, OpenPanguLayer, OpenPanguParams, read, with_tensors
-from ggufc.models.openpangu_plan import compacted, plan
+from ggufc.models.openpangu_plan import plan
+from ggufc.models.regions import REGION_NODES, REGION_ROWS, REGION_SYMBOLS, compacted
 from ggufc.models.step import Step
 from ggufc.models.weights import TensorSpec, Weights
 
 SUBLAYERS = ("attn", "mlp")
-EXTRA_INPUTS = 7
-"""State rows read and written; slots, cells and visible entries of compacted caches; a second mask with its input."""
+EXTRA_INPUTS = 2
+"""State rows read and written."""
 
 
 def tensors(hp: HParams, present: Container[str]) -> Iterator[TensorSpec]:
@@ -115,7 +107,7 @@ def build(b: Builder) -> Graph:
     hp = _params(b.hp, b.weights)
     step = b.step
     check_cache_types(hp, str(step.observe("type_k")), str(step.observe("type_v")), str(step.observe("idx_type_k")))
-    b.graph.symbols = (*b.graph.symbols, "S", *map(str, (WINDOW_VIEW, WINDOW_FIRST, REGION_ROWS, REGION_VISIBLE, REGION_LIST)))
+    b.graph.symbols = (*b.graph.symbols, "S", str(WINDOW_VIEW), str(WINDOW_FIRST), *REGION_SYMBOLS)
     plans = [plan(hp, layer, step) for layer in hp.layers if isinstance(layer, OpenPanguLayer)]
     if any(len(p.blocks) > 1 or len(p.score_blocks) > 1 for p in plans):
         step.fix_tokens()
@@ -161,7 +153,7 @@ def nodes(hp: HParams, weights: Weights, step: Step) -> int:
     """The most nodes of a graph for ``step``: what the blocks promise, with the plan each layer follows."""
     hp = _params(hp, weights)
     merged = _site(hp, "merge_mhc")
-    total = INPUT_NODES + EXTRA_INPUTS + 2 * MASK_NODES + EMBEDDING_NODES + 2 + HEAD_NODES + merged.merge_nodes
+    total = INPUT_NODES + EXTRA_INPUTS + REGION_NODES + 2 * MASK_NODES + EMBEDDING_NODES + 2 + HEAD_NODES + merged.merge_nodes
     for i, layer in enumerate(hp.layers):
         assert isinstance(layer, OpenPanguLayer)
         feed_forward = moe_nodes(layer) if layer.n_expert else FFN_NODES

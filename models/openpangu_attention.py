@@ -23,12 +23,11 @@ from ggufc.models.hparams import LatentParams
 from ggufc.models.hyper_connections import choose
 from ggufc.models.indexer import best_rows, columns, index_scores, selection_mask
 from ggufc.models.openpangu_hparams import IndexerParams, OpenPanguLayer, OpenPanguParams
-from ggufc.models.openpangu_plan import Block, Plan, compacted, plan, top_k
+from ggufc.models.openpangu_plan import Block, Plan, plan, top_k
+from ggufc.models.regions import REGION_ROWS, compacted, region_mask, region_slots
 
 WINDOW_VIEW, WINDOW_FIRST = Sym("WV"), Sym("WO")
 """Rows of the view that windowed layers read, and its first row."""
-REGION_ROWS, REGION_VISIBLE, REGION_LIST = Sym("CW"), Sym("KVW"), Sym("RW")
-"""Rows of a compacted cache, how many of them are in use (padded), and entries of its cell list."""
 
 _FIXED_NODES = 5 * LINEAR_NODES + 2 * NORM_NODES + 3 * CONV_NODES + 4 + 9 + 8 + 10 + 7
 """Projections, norms, convolutions, rotations; queries; the row and its store; sinks; joined heads and values."""
@@ -100,11 +99,7 @@ def _store_row(b: Builder, x: Node, layer: OpenPanguLayer, m: LatentParams, i: i
     row = b.add("concat", c, kp, name=f"{name}.attn_k.rows", dim=0)
     small = compacted(layer, step)
     cache = b.graph.cache(f"{name}.k", TensorType(str(step.observe("type_k")), (m.row, REGION_ROWS if small else step.C)))
-    return b.add("set_rows", cache, row, _slots(b, small), name=f"{name}.k.store")
-
-
-def _slots(b: Builder, small: bool) -> Node:
-    return b.input("kv_slots_window", "kv_slots", (b.step.T,), region="window") if small else b.kv_slots
+    return b.add("set_rows", cache, row, region_slots(b) if small else b.kv_slots, name=f"{name}.k.store")
 
 
 def _sinks(b: Builder, hp: OpenPanguParams, m: LatentParams, i: int) -> Sinks:
@@ -205,9 +200,7 @@ def _mask(b: Builder, layer: OpenPanguLayer, p: Plan) -> Node:
     """[rows, T]: 0 where a token sees a row. One node per window and region."""
     step, suffix = b.step, f"_w{layer.window}" if layer.window else ""
     if compacted(layer, step):
-        cells = b.input("kv_cells_window", "kv_cells", (REGION_LIST,), region="window")
-        visible = b.input("visible_window", "visible", (3, step.T), window=layer.window, region="window")
-        return b.shared("kq_mask_region", lambda name: b.add("kq_mask", cells, visible, name=name, ne0=REGION_VISIBLE))
+        return region_mask(b, layer.window)
     if not p.window_view:
         return b.kq_mask(layer.window)
     visible = b.input(f"visible{suffix}", "visible", (3, step.T), window=layer.window)

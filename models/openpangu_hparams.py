@@ -35,7 +35,7 @@ class OpenPanguKeys(DenseKeys, frozen=True, kw_only=True):
     n_index: Annotated[int, Meta(ge=0, le=1 << 14)] = msgspec.field(name="attention.indexer.key_length", default=0)
     top_k: Annotated[int, Meta(ge=0, le=1 << 30)] = msgspec.field(name="attention.indexer.top_k", default=0)
     streams: Annotated[int, Meta(ge=1, le=8)] = msgspec.field(name="mhc_num_stream")
-    iterations: Annotated[int, Meta(ge=2, le=1000)] = msgspec.field(name="mhc_recur_norm")
+    iterations: Annotated[int, Meta(ge=2, le=200)] = msgspec.field(name="mhc_recur_norm")
     n_sink: Heads = msgspec.field(name="param_sink_number")
     n_predict: Annotated[int, Meta(ge=0, le=4096)] = msgspec.field(name="nextn_predict_layers", default=0)
     swa_layers: Windows | None = msgspec.field(name="swa_layers", default=None)

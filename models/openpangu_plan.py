@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ggufc.ir.dims import IntDim
 from ggufc.models.indexer import CHOICE_NODES, SCORE_NODES, SELECTION_NODES
 from ggufc.models.openpangu_hparams import OpenPanguLayer, OpenPanguParams
+from ggufc.models.regions import compacted
 from ggufc.models.step import Step
 
 SCORE_CHUNK = 256
@@ -62,11 +63,6 @@ def top_k(layer: OpenPanguLayer, step: Step) -> int:
     """Rows the indexer keeps: the option ``dsa_top_k``, or the model's number."""
     override = int(step.observe("dsa_top_k"))
     return override or (layer.indexer.top_k if layer.indexer is not None else 0)
-
-
-def compacted(layer: OpenPanguLayer, step: Step) -> bool:
-    """Whether the layer's cache keeps the rows of its window only."""
-    return layer.window > 0 and bool(step.observe("swa_compress"))
 
 
 def plan(hp: OpenPanguParams, layer: OpenPanguLayer, step: Step) -> Plan:

@@ -22,7 +22,9 @@ from ggufc.models import Model, Step, load_model
 
 PAD = 32
 COMPRESSED_PAD = 256
-OPTIONS = ("type_k", "type_v", "idx_type_k", "dsa_top_k", "swa_compress")
+COMPACT_SLACK = 256
+OPTIONS = ("type_k", "type_v", "idx_type_k", "mla", "dsa", "dsa_top_k", "fidx", "swa_compress")
+SWITCHES = ("dsa", "fidx", "swa_compress")
 
 
 def pad(n: int, to: int) -> int:
@@ -34,7 +36,7 @@ class Region:
 
     def __init__(self, window: int, n_ubatch: int) -> None:
         self.window = window
-        self.rows = pad(window + max(n_ubatch, 256), PAD)
+        self.rows = pad(window + max(n_ubatch, COMPACT_SLACK), PAD)
         self.clear()
 
     def clear(self) -> None:
@@ -58,7 +60,7 @@ class Runtime:
         self.n_seq = int(options.get("n_seq_max", 1))
         self.n_ubatch = int(options.get("n_ubatch", 256))
         self.n_cells = pad(int(options["n_ctx"]), PAD)
-        self.options = {k: bool(options[k]) if k == "swa_compress" else options[k] for k in OPTIONS if k in options}
+        self.options = {k: bool(options[k]) if k in SWITCHES else options[k] for k in OPTIONS if k in options}
         self.infos = {info.name: info for info in model.caches(self.options)}
         self.weights = {name: data(name) for name in model.weights}
         self.graphs: list[tuple[dict[str, Any], Graph]] = []

@@ -368,3 +368,13 @@ def test_groups_follow_from_shapes_where_keys_are_missing() -> None:
 @pytest.mark.parametrize(("n", "block"), [(64, 64), (128, 128), (96 * 4, 128), (192, 64), (1536, 512)])
 def test_size_of_the_indexers_transform(n: int, block: int) -> None:  # S51
     assert deepseek4_hparams.hadamard_block(n) == block
+
+
+def test_a_compacted_window_equals_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:  # C1.11
+    monkeypatch.setattr(sparse_runner, "COMPACT_SLACK", 20)
+    rt, tokens = start(SPLIT, n_ubatch=20)
+    whole = decode(rt, tokens[:120])
+    rt, _ = start(SPLIT, n_ubatch=20, swa_compress=1)
+    small = np.concatenate([decode(rt, tokens[:100]), *(decode(rt, [t], 100 + i) for i, t in enumerate(tokens[100:120]))])
+    assert np.abs(whole - small).max() < 1e-4
+    assert rt.region is not None and rt.region.base > 0 and rt.infos["blk.0.k"].rows == "CW"
