@@ -1,8 +1,7 @@
 """The schedule: launches over values, before they have addresses.
 
 ``lower`` produces a ``Schedule``; ``finish`` assigns slots, finds the launches each one must wait for and yields the manifest's
-``Program``. The schedule prints as
-text (``ggufc dump --stage schedule``).
+``Program``. The schedule prints as text (``ggufc dump --stage schedule``).
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ from dataclasses import dataclass, field
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import KernelSpec, signature
 from ggufc.formats.artifact import Affine, Arg, Fixup, Input, Launch, Program, Slot
-from ggufc.ir.dims import Dim, IntDim
+from ggufc.ir.dims import Dim, IntDim, to_form
 from ggufc.passes import memory_planner
-
-ALIGN = 64
-"""Alignment of every buffer in bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,7 @@ def integer(v: int) -> Ref:
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: ``spec`` over ``mult * ceil(sym / div)`` tiles. ``writes`` are the arguments (by index) it writes; all others are
-    read."""
+    """One launch: ``spec`` over ``mult * ceil(sym / div)`` tiles. ``writes`` are the arguments (by index) it writes; others are read."""
 
     spec: KernelSpec
     args: tuple[Ref, ...]
@@ -210,10 +205,8 @@ def fixed(d: IntDim) -> int:
 
 
 def form(d: IntDim, factor: int = 1) -> Affine:
-    """A dimension as the manifest writes it."""
-    if isinstance(d, Dim):
-        return {"*".join(mono): coef * factor for mono, coef in d.terms}
-    return {"": int(d) * factor}
+    """A dimension times ``factor`` as the manifest writes it."""
+    return {key: coef * factor for key, coef in to_form(d, products=True).items()}
 
 
 def add_forms(*forms: Affine) -> Affine:

@@ -6,6 +6,8 @@ as ``KV*T`` is a product of symbols (only graphs with unfused attention have tho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 FORMAT_VERSION = 1
@@ -18,8 +20,8 @@ IMAGE_TENSOR = "ggufc.image"
 Affine = dict[str, int]
 
 
-def evaluate(form: Affine, env: dict[str, int]) -> int:
-    """Value of a form; the key ``""`` holds the constant."""
+def evaluate(form: Affine, env: Mapping[str, int]) -> int:
+    """Value of a form; the key ``""`` holds the constant, ``"KV*T"`` the factor of a product."""
     total = 0
     for key, factor in form.items():
         for symbol in key.split("*") if key else ():

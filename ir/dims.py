@@ -1,8 +1,8 @@
 """Symbolic dimensions: integers, or polynomials with integer coefficients over named symbols.
 
-Shapes of graphs are affine (``2*T+1``). Products of symbols appear only as strides and element counts of unfused attention
-(``KV*T``); they are ordinary ``Dim`` values here, and ``to_form`` refuses them. A result without symbols is always a plain ``int``,
-so callers can test ``isinstance(d, int)``.
+Shapes of graphs are affine (``2*T+1``). Products of symbols appear only as strides, sizes and element counts of unfused attention
+(``KV*T``); they are ordinary ``Dim`` values here, and ``to_form`` writes them only where asked to. A result without symbols is always
+a plain ``int``, so callers can test ``isinstance(d, int)``.
 """
 
 from __future__ import annotations
@@ -149,13 +149,16 @@ def substitute(d: IntDim, env: Mapping[str, IntDim]) -> IntDim:
     return total
 
 
-def to_form(d: IntDim) -> dict[str, int]:
-    """Affine form ``{"": constant, "T": 2}`` as the artifact manifest stores it; the constant is left out when it is 0 beside symbols."""
+def to_form(d: IntDim, *, products: bool = False) -> dict[str, int]:
+    """Affine form ``{"": constant, "T": 2}`` as the artifact manifest stores it; the constant is left out when it is 0 beside symbols.
+
+    A product of symbols is refused, or with ``products`` written as ``{"KV*T": 4}``: sizes may hold some, offsets may not.
+    """
     if isinstance(d, int):
         return {"": d}
-    if not d.is_affine:
-        raise IRError(f"Dimension {d} multiplies symbols; only sums of multiples of single symbols fit into an artifact.")
-    return {(mono[0] if mono else ""): coef for mono, coef in d.terms}
+    if not (products or d.is_affine):
+        raise IRError(f"Dimension {d} multiplies symbols; only sums of multiples of single symbols can be an offset.")
+    return {"*".join(mono): coef for mono, coef in d.terms}
 
 
 def from_form(form: Mapping[str, int]) -> IntDim:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ggufc.formats import activations
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir.errors import IRError
 from ggufc.ir.types import is_quantised, row_bytes
 
@@ -137,8 +139,6 @@ def decode(data: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _row_values(dtype: str, size: int) -> int:
-    from ggufc.formats.ggml_types import TYPES
-
     t = TYPES[dtype]
     return (size - t.row_header) // t.bytes * t.block
 
@@ -163,7 +163,5 @@ def encode(values: np.ndarray, dtype: str) -> Any:
 
 def round_activations(b: np.ndarray, weight_dtype: str) -> np.ndarray:
     """The activations of a product with weights of ``weight_dtype`` as the engine rounds them; unchanged for plain float weights."""
-    from ggufc.formats import activations
-
     mode = activations.activation_mode(weight_dtype)
     return b if mode == "f32" else activations.round_activations(np.ascontiguousarray(b, dtype=np.float32), mode)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ggufc.formats import ggml_types
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir.dims import IntDim, divide, evaluate, parse_dim, product, symbols
 from ggufc.ir.errors import IRError
 
@@ -85,25 +87,19 @@ class TensorType:
 
 def row_bytes(dtype: str, n: int) -> int:
     """Bytes of one row of ``n`` values, row header included."""
-    from ggufc.formats import ggml_types
-
     require_dtype(dtype)
-    return int(ggml_types.row_bytes(dtype, n))
+    return ggml_types.row_bytes(dtype, n)
 
 
 def block_of(dtype: str) -> tuple[int, int]:
     """(values, bytes) of one block of a type without row header."""
-    from ggufc.formats.ggml_types import TYPES
-
     require_dtype(dtype)
     t = TYPES[dtype]
-    return int(t.block), int(t.bytes)
+    return t.block, t.bytes
 
 
 def require_dtype(dtype: str) -> None:
     """Raises ``IRError`` for a dtype that ``formats.ggml_types`` does not describe."""
-    from ggufc.formats.ggml_types import TYPES
-
     if dtype not in TYPES:
         raise IRError(f"Dtype {dtype!r} is unknown; known dtypes: {', '.join(sorted(TYPES))}.")
 

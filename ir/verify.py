@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir.dims import symbols
 from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node, infer_type
@@ -73,8 +74,6 @@ def _verify_node(g: Graph, n: Node) -> None:
 def _check_size(t: TensorType) -> None:
     """A quantised row must be whole blocks."""
     if t.quantised and isinstance(t.ne[0], int):
-        from ggufc.formats.ggml_types import TYPES
-
         block = TYPES[t.dtype].block
         if t.ne[0] % block:
             raise IRError(f"{t}: rows of {t.dtype} must be multiples of {block} values.")

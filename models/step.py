@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ggufc.formats.abi import PARAMS
 from ggufc.ir.dims import Dim, IntDim, Sym
 from ggufc.models.errors import ModelError
 
 Value = int | bool | str
 
-SYMBOLS = ("T", "O", "C", "KV", "R")
+SYMBOLS = PARAMS
 """Symbols of an evaluation graph: tokens, rows with logits, cache cells, visible cells (padded), cell list entries."""
 
 OPTIONS: dict[str, Value] = {

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ggufc.passes.manager import PassRecord
+from ggufc.passes.pipelines import FUSIONS
 
-FUSION_PASSES = (
-    "fuse-norm", "fuse-glu", "fuse-sum-rows-ext", "fuse-indexer-topk", "fuse-attention", "fuse-rope", "merge-qkv", "merge-gate-up", "hoist",
-)  # fmt: skip
+FUSION_PASSES = tuple(name for name in FUSIONS.split(",") if name not in ("canonicalize", "cse", "dce"))
 
 
 def fusion_counts(records: Iterable[PassRecord]) -> dict[str, int]:

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from ggufc.formats.artifact import Affine
 from ggufc.ir import Graph, Node
-from ggufc.ir.dims import Dim, IntDim
+from ggufc.ir.dims import to_form
 from ggufc.ir.layout import layout, root
 from ggufc.passes.base import Pass, PassResult
-from ggufc.passes.memory_planner import REPRESENTATIVE_ENV, Holder, Interval, Plan, PlannedSlot, check_plan, evaluate, plan
+from ggufc.passes.memory_planner import REPRESENTATIVE_ENV, Holder, Interval, Plan, PlannedSlot, check_plan, plan
 
 __all__ = [
     "Holder",
@@ -23,7 +23,6 @@ __all__ = [
     "Plan",
     "PlannedSlot",
     "check_plan",
-    "evaluate",
     "intervals",
     "liveness",
     "plan",
@@ -136,10 +135,7 @@ def intervals(graph: Graph) -> list[Interval]:
 
 def size_form(node: Node) -> Affine:
     """Bytes of a contiguous value as a form with the symbols of its shape."""
-    size: IntDim = node.type.nbytes
-    if not isinstance(size, Dim):
-        return {"": size}
-    return {"*".join(symbols): factor for symbols, factor in size.terms}
+    return to_form(node.type.nbytes, products=True)
 
 
 def _giver(node: Node, index: int, last: dict[Node, int], results: set[Node]) -> Node | None:

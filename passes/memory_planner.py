@@ -14,18 +14,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
-from ggufc.formats.artifact import Affine
+from ggufc.formats.artifact import Affine, evaluate
 from ggufc.passes.errors import PassError
 
 REPRESENTATIVE_ENV: Mapping[str, int] = {"T": 512, "O": 1, "C": 4096, "KV": 4096, "R": 4096}
 """Where sizes are compared unless the caller knows better: one full micro-batch of a prompt."""
-
-
-def evaluate(form: Affine, env: Mapping[str, int]) -> int:
-    """Value of a form; the key ``""`` holds the constant, ``"KV*T"`` the factor of a product."""
-    return sum(factor * prod(env[symbol] for symbol in key.split("*") if symbol) for key, factor in form.items())
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ ANGLES = (
     Attr("n_ctx_orig", "int", "YaRN: original context length", 0),
     Attr("inverse", "bool", "turn back: sines are negated", False, quiet=True),
 )
-ROPE_ANGLE_ATTRS = tuple(a.name for a in ANGLES)
 """Attributes that decide the table: those of ``rope`` without ``mode``."""
 
 
