@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +13,14 @@ from hypothesis import strategies as st
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import SPLIT, FlashAttn, FlashAttnSplits, window_lanes
+from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.cache import row_bytes
+from ggufc.formats.abi import PARAMS
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
 from harness import build, run, runnable_targets
 
+KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 SPECS = [
     FlashAttn(64, 64, 9, 3, "f16", "f16", 0.125),
     FlashAttn(24, 16, 2, 1, "bf16", "f32", 0.2, softcap=5.0),
@@ -215,6 +220,38 @@ def test_splits_computed_apart_give_equal_bits(loaded, batch):
 
 def test_lanes_of_a_window():
     assert [window_lanes(w) for w in (0, 1, 512, 513)] == [0, 2, 2, 3]
+
+
+def test_reads_and_cost_depend_on_the_window(loaded):
+    """Entries outside the window are never looked at, and a list of 131072 costs what a list of 64 does."""
+    target, image = loaded
+    spec = SPECS[0]
+    case = Case(spec, target, image, 10)
+    used = np.full(1 << 17, 0x7FFFFFFF, np.int32)
+    out = np.zeros((1, spec.n_head * spec.dv), np.float32)
+    partials = np.zeros(spec.partials_bytes * len(used) // SPLIT // 4, np.float32)
+    scratch = np.zeros(spec.scratch_bytes(target) + 64, np.uint8)
+    best = {}
+    for before in (0, len(used) - 70):
+        used[before : before + 64] = np.arange(64)
+        visible = np.array([[0, before, before + 64]], np.int32)
+        arrays = [case.q, case.k_raw, case.v_raw, used, visible, out, partials]
+        q, k, v, cells, vis, to, records = (a.ctypes.data for a in arrays)
+        words = np.array([q, spec.n_head * spec.d, k, v, cells, vis, to, 0, 0, records], np.int64)
+        sizes = np.array([{"T": 1, "R": len(used)}.get(name, 0) for name in PARAMS], np.int64)
+        calls = [(FlashAttnSplits(spec, 2), 2 * spec.units), (spec, spec.units)]
+        functions = [(KERNEL(image.address(symbol(s))), tiles) for s, tiles in calls]
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            for function, tiles in functions:
+                for tile in range(tiles):
+                    function(words.ctypes.data, sizes.ctypes.data, tile, scratch.ctypes.data + -scratch.ctypes.data % 64)
+            times.append(time.perf_counter() - started)
+        best[before] = min(times)
+        np.testing.assert_allclose(out[0], case.reference((0, list(range(64)), 0, 64)), rtol=1e-4, atol=2e-5)
+        used[before : before + 64] = 0x7FFFFFFF
+    assert max(best.values()) < 20 * min(best.values())
 
 
 @pytest.mark.parametrize("sink", [-200.0, 0.0, 90.0, 3e4])
