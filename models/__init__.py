@@ -8,6 +8,8 @@ Map of the room, in the order data flows:
 - ``caches`` describes the persistent resources of a layer, for graphs and runtime alike.
 - ``blocks``, ``attention``, ``latent``, ``ffn``, ``moe`` are the shared blocks; ``architecture`` is the frame around them, ``prenorm`` and
   ``gemma`` are whole layers several families share, ``experts`` the keys of those with experts.
+- ``hyper_connections``, ``indexer``, ``conv``, ``compressor``, ``regions`` are blocks of families with sparse attention or state of their
+  own; ``openpangu*`` and ``deepseek4*`` put them together. What a runtime fills in for them is said in ``ggufc.ir.ops.inputs``.
 - one file per family (``llama``, ``qwen2``, ``gpt_oss``, ...), ``registry`` lists them; ``model`` is what loading a file gives.
 """
 
