@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from support import ROOT, golden_cases
 
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir.ops.inputs import INPUT_KINDS
 from ggufc.models import load_model
+from support import ROOT, golden_cases
 
 PAGE = (ROOT / "docs" / "runtime-inputs.md").read_text()
 
