@@ -28,12 +28,23 @@ Emit = Callable[["Lowering", Node], None]
 """A rule: emits the launches of one node."""
 
 
+def stored_dtype(root: Node) -> str:
+    """Type of a plain tensor in memory: weights in half precision are stored as f32 where no product reads them."""
+    return "f32" if root.op.name == "weight" and root.dtype in ("f16", "bf16") else root.dtype
+
+
+def item_bytes(root: Node) -> int:
+    """Bytes of one element of a plain tensor; CodegenError for blocks, inside which nothing has an address."""
+    dtype = stored_dtype(root)
+    if dtype not in SIZES:
+        raise CodegenError(f"node {root.name!r}: a view into the middle of {dtype} data has no kernel")
+    return SIZES[dtype]
+
+
 def strided(low: Lowering, node: Node) -> tuple[Ref, Strided]:
     """Address and strided form of a node."""
     where = layout(node)
-    dtype = where.root.dtype
-    if where.root.op.name == "weight" and dtype in ("f16", "bf16"):
-        dtype = "f32"  # plain weights are stored as f32
+    dtype = stored_dtype(where.root)
     base = low.root_ref(where.root)
     if dtype in BLOCKS and is_version(where.root):
         base, dtype = _decoded(low, where.root), "f32"
