@@ -35,6 +35,9 @@ from ggufc.codegen.kernels.attention_steps import Span, Steps
 SPLIT = 512
 """Entries of the cell list per split."""
 
+LANE = 256
+"""Entries of all cell lists together per lane of ``FlashAttnSplits``."""
+
 _SPLIT_BITS = 9
 _ROWS = 64
 """Rows of a tile: enough to repay the conversion of a step, few enough for the second-level cache."""
@@ -51,8 +54,8 @@ class FlashAttn:
     Query head h reads KV head h / (n_head / n_head_kv). ``sinks``: f32[n_head], one more logit per head, whose probability is dropped.
     ``shared``: values are part of the keys' rows (latent attention); ``v`` then points at the first value of cell 0.
 
-    Tiles: ``units * ceil(T / token_block)``, the group of heads fastest. Up to ``decode_tokens`` tokens with more than ``SPLIT`` list
-    entries (R) only merge ``partials``, which the launch of ``splits`` before this one has written.
+    Tiles: ``units * ceil(T / token_block)``, the group of heads fastest. A few tokens (``decode_tokens``) with more than ``SPLIT`` list
+    entries (R), or with more than ``LANE`` of several tokens, only merge ``partials``, which a launch of ``FlashAttnSplits`` has written.
     """
 
     d: int
@@ -128,25 +131,24 @@ class FlashAttn:
 class FlashAttnSplits:
     """The partial results of ``attention`` for a few tokens with long lists; does nothing otherwise.
 
-    Tiles: ``units`` x lanes, the group of heads fastest; lane i computes split i of each token's visible range, then i + lanes and so on.
-    Lanes are ``ceil(R / SPLIT)``, or ``lanes`` where a window bounds the visible range. Arguments are those of ``attention``; ``out`` is
-    not touched. Record (t, split, head) of ``partials`` holds m, l and acc.
+    Tiles: ``units`` x lanes, the group of heads fastest. The splits that the tokens see are dealt out to the lanes in turn, each token
+    starting with another lane. Lanes are ``ceil(R / LANE)``, or ``lanes`` where that is not 0: a window bounds what is visible. The other
+    arguments are those of ``attention``; ``out`` is not touched. Record (t, split, head) of ``partials`` holds m, l and acc.
     """
 
     attention: FlashAttn
-    lanes: int = 0
-    arg_names: ClassVar[tuple[str, ...]] = FlashAttn.arg_names
+    arg_names: ClassVar[tuple[str, ...]] = (*FlashAttn.arg_names, "lanes")
 
     def emit(self, e: Emitter) -> None:
-        _Attention(self.attention, e).emit_splits(self.lanes)
+        _Attention(self.attention, e).emit_splits()
 
     def scratch_bytes(self, target: Target) -> int:
         return Scratch(self.attention).size
 
 
 def window_lanes(window: int) -> int:
-    """Lanes for a layer that sees up to ``window`` cells, 0 for none: as many splits as these can touch."""
-    return -(-window // SPLIT) + 1 if window else 0
+    """Lanes for a layer that sees up to ``window`` cells, 0 for none: the splits these can touch, and some for several sequences."""
+    return max(8, -(-window // SPLIT) + 1) if window else 0
 
 
 class _Attention(Steps):
@@ -158,8 +160,10 @@ class _Attention(Steps):
         self.visible, self.partials = e.arg_ptr(5), e.arg_ptr(9)
         self.tokens = e.param("T")
         self.splits = e.ceil_div(e.param("R"), SPLIT)
-        few = e.b.icmp_signed("<=", self.tokens, e.i64(spec.decode_tokens))
-        self.apart = e.b.and_(few, e.b.icmp_signed(">", self.splits, e.i64(1)))
+        b, entries = e.b, e.param("R")
+        few = b.icmp_signed("<=", self.tokens, e.i64(spec.decode_tokens))
+        several = b.and_(b.icmp_signed(">", self.tokens, e.i64(1)), b.icmp_signed(">", entries, e.i64(LANE)))
+        self.apart = b.and_(few, b.or_(several, b.icmp_signed(">", entries, e.i64(SPLIT))))
 
     def triple(self, t: Value, part: int) -> Value:
         e = self.e
@@ -183,12 +187,14 @@ class _Attention(Steps):
                 self.attend(begin, end)
         e.ret()
 
-    def emit_splits(self, lanes: int) -> None:
+    def emit_splits(self) -> None:
         e, b = self.e, self.e.b
+        given = e.arg_int(10)
+        lanes = b.select(b.icmp_signed("==", given, e.i64(0)), e.ceil_div(e.param("R"), LANE), given)
         with e.if_(self.apart), e.for_range(0, self.tokens, self.spec.token_block, name="block") as first:
             last = e.imin(b.add(first, e.i64(self.spec.token_block)), self.tokens)
             with self.runs(first, last) as (begin, end):
-                self.attend_apart(begin, end, e.i64(lanes) if lanes else self.splits)
+                self.attend_apart(begin, end, lanes)
         e.ret()
 
     @contextmanager
@@ -273,7 +279,8 @@ class _Attention(Steps):
         e, b = self.e, self.e.b
         span = self.span(begin, end)
         first, stop = self.splits_of(span.low, span.high)
-        own = e.var(I64, b.add(first, self.place))
+        ahead = b.sub(self.place, b.urem(begin, lanes))
+        own = e.var(I64, b.add(first, b.select(b.icmp_signed("<", ahead, e.i64(0)), b.add(ahead, lanes), ahead)))
         with e.while_loop("split") as splits:
             splits.break_if(b.icmp_signed(">=", own.get(), stop))
             split = own.get()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.attention_cpu import SPLIT, FlashAttn, FlashAttnSplits, window_lanes
+from ggufc.codegen.kernels.attention_cpu import LANE, SPLIT, FlashAttn, FlashAttnSplits, window_lanes
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.cache import row_bytes
 from ggufc.formats.abi import PARAMS
@@ -38,7 +38,7 @@ LONG = [SPECS[0], SPECS[5], SPECS[7]]
 
 @pytest.fixture(scope="module", params=runnable_targets(), ids=lambda t: t.level)
 def loaded(request):
-    return request.param, build([*SPECS, *(FlashAttnSplits(spec, lanes) for spec in LONG for lanes in (0, 2))], request.param)
+    return request.param, build([*SPECS, *map(FlashAttnSplits, LONG)], request.param)
 
 
 def encode(values, dtype):
@@ -89,8 +89,8 @@ class Case:
         args = [q, ldq, k, v, used, visible, out, ldo, self.sinks, np.full(spec.partials_bytes * splits // 4, np.nan, np.float32)]
         sizes = {"T": n, "R": len(cells)}
         if spec in LONG:
-            apart = FlashAttnSplits(spec, lanes)
-            args[9] = run(apart, self.target, args, spec.units * (lanes or splits), loaded=self.image, **sizes)[9]
+            apart = FlashAttnSplits(spec)
+            args[9] = run(apart, self.target, [*args, lanes], spec.units * (lanes or -(-len(cells) // LANE)), loaded=self.image, **sizes)[9]
         tiles = spec.units * -(-n // spec.token_block)
         got = run(spec, self.target, args, tiles, loaded=self.image, **sizes)[6]
         assert (got[:, spec.n_head * spec.dv :] == 7).all()
@@ -188,8 +188,8 @@ def test_any_cut_of_any_batch_gives_equal_bits(loaded, batch):
 
 @st.composite
 def long_batches(draw):
-    """Up to two lists of several splits, tokens anywhere in them, and where the batch is cut."""
-    lengths = draw(st.lists(st.integers(400, 1700), min_size=1, max_size=2))
+    """Up to four lists of up to four splits, tokens anywhere in them, and where the batch is cut."""
+    lengths = draw(st.lists(st.integers(30, 1700), min_size=1, max_size=4))
     tokens = []
     for i in range(draw(st.integers(1, 12))):
         which = draw(st.integers(0, len(lengths) - 1))
@@ -219,7 +219,7 @@ def test_splits_computed_apart_give_equal_bits(loaded, batch):
 
 
 def test_lanes_of_a_window():
-    assert [window_lanes(w) for w in (0, 1, 512, 513)] == [0, 2, 2, 3]
+    assert [window_lanes(w) for w in (0, 1, 513, 8192)] == [0, 8, 8, 17]
 
 
 def test_reads_and_cost_depend_on_the_window(loaded):
@@ -237,9 +237,9 @@ def test_reads_and_cost_depend_on_the_window(loaded):
         visible = np.array([[0, before, before + 64]], np.int32)
         arrays = [case.q, case.k_raw, case.v_raw, used, visible, out, partials]
         q, k, v, cells, vis, to, records = (a.ctypes.data for a in arrays)
-        words = np.array([q, spec.n_head * spec.d, k, v, cells, vis, to, 0, 0, records], np.int64)
+        words = np.array([q, spec.n_head * spec.d, k, v, cells, vis, to, 0, 0, records, 2], np.int64)
         sizes = np.array([{"T": 1, "R": len(used)}.get(name, 0) for name in PARAMS], np.int64)
-        calls = [(FlashAttnSplits(spec, 2), 2 * spec.units), (spec, spec.units)]
+        calls = [(FlashAttnSplits(spec), 2 * spec.units), (spec, spec.units)]
         functions = [(KERNEL(image.address(symbol(s))), tiles) for s, tiles in calls]
         times = []
         for _ in range(20):

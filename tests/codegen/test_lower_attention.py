@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.attention_cpu import SPLIT, FlashAttn, FlashAttnSplits
+from ggufc.codegen.kernels.attention_cpu import LANE, FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.softmax import SoftMax
 from ggufc.codegen.lower import lower
 from ggufc.ir import Graph, TensorType
@@ -44,7 +44,7 @@ def test_ordinary_caches():
     apart, whole, args = steps(attention(values=D, apart=True))
     assert whole.spec == FlashAttn(D, D, HEADS, 1, "f16", "f16", 0.1)
     assert (whole.sym, whole.div, whole.mult) == ("T", 16, 1)
-    assert (apart.sym, apart.div, apart.mult) == ("R", SPLIT, 1)
+    assert (apart.sym, apart.div, apart.mult) == ("R", LANE, 1)
     assert (args["k"].name, args["v"].name, args["sinks"].kind) == ("blk.0.k", "blk.0.v", "null")
 
 
@@ -62,8 +62,8 @@ def test_sinks():
 
 
 def test_a_window_bounds_the_launch_of_splits():
-    apart, _, _ = steps(attention(window=1000))
-    assert apart.spec.lanes == 3 and (apart.sym, apart.mult) == ("", 3)
+    apart, _, _ = steps(attention(window=5000))
+    assert (apart.sym, apart.mult) == ("", 11) and apart.args[10].value == 11
 
 
 @pytest.mark.parametrize(
