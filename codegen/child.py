@@ -74,11 +74,9 @@ def _gpu_code(specs: list[Any], targets: tuple[str, ...], say: Callable[[str, in
     """PTX of every kernel for every GPU target."""
     from ggufc.codegen import nvptx
 
-    texts: dict[str, str] = {}
-    for target in dict.fromkeys(nvptx.resolve(t) for t in targets):
-        say("gpu kernels", len(texts), len(targets))
-        texts[target.sm] = nvptx.emit_ptx(specs, target)
-    say("gpu kernels", len(targets), len(targets))
+    say("gpu kernels", 0, 1)
+    texts = nvptx.emit_all(specs, [nvptx.resolve(t) for t in targets])
+    say("gpu kernels", 1, 1)
     return nvptx.manifest(specs, texts), texts
 
 

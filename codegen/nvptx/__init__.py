@@ -4,7 +4,7 @@
 ``rows``, ``attention``, ``choosing`` the forms that differ from the CPU's; ``forms`` the table of all forms and ``emit_ptx``; ``ptx`` LLVM modules to text.
 """
 
-from ggufc.codegen.nvptx.forms import describe, emit_ptx, form_of, manifest
+from ggufc.codegen.nvptx.forms import describe, emit_all, emit_ptx, form_of, manifest
 from ggufc.codegen.nvptx.target import PTX_VERSIONS, PtxTarget, resolve
 
-__all__ = ["PTX_VERSIONS", "PtxTarget", "describe", "emit_ptx", "form_of", "manifest", "resolve"]
+__all__ = ["PTX_VERSIONS", "PtxTarget", "describe", "emit_all", "emit_ptx", "form_of", "manifest", "resolve"]

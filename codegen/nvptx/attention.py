@@ -1,6 +1,6 @@
 """Attention on a GPU: the cell list in splits of 128 entries counted from entry 0, merged in ascending order.
 
-``_split``: a block takes (token, KV head, split) and all query heads of the KV head. A thread computes the scores of one entry, one fused chain over the
+``_split``: a block takes (token, query heads of one KV head, split). A thread computes the scores of one entry, one fused chain over the
 head's values; the maximum and the sum of e^(s - max) go over the block in a fixed order; then a thread adds up one value column over the entries in ascending
 order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the head's sink. Splits no visible entry lies in are neither written nor read, entries
 outside the token's range add exact zeros, so a result depends on the token's visible entries and their places in the list alone.
@@ -8,7 +8,7 @@ outside the token's range add exact zeros, so a result depends on the token's vi
 
 from __future__ import annotations
 
-from ggufc.codegen.emitter import F32, I16, I32, I64, Value
+from ggufc.codegen.emitter import F32, I16, I32, I64, Value, Var
 from ggufc.codegen.kernels import cache, vmath
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import symbol
@@ -20,8 +20,8 @@ from .rows import load_stored
 
 SPLIT = 128
 """Entries per split, and threads per block: a thread scores one entry."""
-_HEADS = 4
-"""Query heads that share a converted K or V value in registers."""
+_HEADS = 8
+"""Most query heads of a block: they share converted K and V values in registers."""
 _LOWEST = -3.4028234663852886e38
 
 
@@ -33,13 +33,17 @@ def flash_attn_splits(spec: FlashAttnSplits) -> Form:
 def flash_attn(spec: FlashAttn) -> Form:
     name = symbol(spec)
     # The grid of a slice of tokens: the runtime passes the slice's tokens as T.
-    split = Entry(
-        name + "_split", SPLIT, lambda e: _split(spec, e), group=SPLIT,
-        grid=(fmt.Factor("T", 1, spec.n_head_kv), fmt.Factor("R", SPLIT, 1)),
-    )  # fmt: skip
+    grid = (fmt.Factor("T", 1, spec.n_head // head_block(spec)), fmt.Factor("R", SPLIT, 1))
+    split = Entry(name + "_split", SPLIT, lambda e: _split(spec, e), group=SPLIT, grid=grid)
     block = min(256, max(32, power_of_two(spec.dv)))
     merge = Entry(name + "_merge", block, lambda e: _merge(spec, e), group=block, grid=(fmt.Factor("T", 1, spec.n_head),))
     return Form((split, merge), extra_bytes=4 * spec.n_head * (spec.dv + 2), extra_div=SPLIT)
+
+
+def head_block(spec: FlashAttn) -> int:
+    """Query heads per block: those of a KV head, or an even part of them."""
+    group = spec.n_head // spec.n_head_kv
+    return next(n for n in range(min(group, _HEADS), 0, -1) if group % n == 0)
 
 
 class _Place:
@@ -63,7 +67,7 @@ class _Place:
 
 
 def _split(spec: FlashAttn, e: PtxEmitter) -> None:
-    b, group = e.b, spec.n_head // spec.n_head_kv
+    b, group, per_head = e.b, head_block(spec), spec.n_head // spec.n_head_kv
     q_shared = e.shared(4 * group * spec.d, "q")
     p_shared = e.shared(4 * group * SPLIT, "p")
     rows = e.shared(8 * SPLIT, "rows")
@@ -71,13 +75,14 @@ def _split(spec: FlashAttn, e: PtxEmitter) -> None:
     e.begin_tiles()
     split = b.urem(e.tile, splits)
     rest = b.udiv(e.tile, splits)
-    g = b.urem(rest, e.i64(spec.n_head_kv))
-    place = _Place(e, spec, b.udiv(rest, e.i64(spec.n_head_kv)))
+    unit = b.urem(rest, e.i64(spec.n_head // group))
+    place = _Place(e, spec, b.udiv(rest, e.i64(spec.n_head // group)))
+    g = b.udiv(unit, e.i64(per_head // group))
     start = b.mul(split, e.i64(SPLIT))
     first = e.imax(place.lo, start)
     last = e.imin(place.hi, b.add(start, e.i64(SPLIT)))
     with e.if_(b.icmp_signed("<", first, last)):
-        head = b.mul(g, e.i64(group))
+        head = b.mul(unit, e.i64(group))
         q = e.at(e.arg_ptr(0), b.add(b.mul(place.token, e.arg_int(1)), b.mul(head, e.i64(spec.d))), 4)
         with e.for_threads(group * spec.d) as i:
             e.store(e.load(F32, e.at(q, i, 4)), e.at(q_shared, i, 4))
@@ -103,8 +108,8 @@ def _split(spec: FlashAttn, e: PtxEmitter) -> None:
 
 def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Value, seen: Value, q: Value, rows: Value) -> list[Value]:
     """The thread's entry against every query head; the V row's address goes to ``rows``."""
-    b, group = e.b, spec.n_head // spec.n_head_kv
-    acc = [e.var(F32, e.f32(0.0)) for _ in range(group)]
+    b = e.b
+    acc = [e.var(F32, e.f32(0.0)) for _ in range(head_block(spec))]
     k_row, v_row = cache.row_bytes(spec.type_k, spec.d), cache.row_bytes(spec.type_v, spec.dv)
     k_cell, v_cell = (cache.row_bytes(t, n) for t, n in zip((spec.type_k, spec.type_v), spec.cells_of))
     with e.if_(seen):
@@ -112,8 +117,7 @@ def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Valu
         offset = b.add(b.mul(cell, e.i64(v_cell)), b.mul(g, e.i64(v_row)))
         e.store(offset, e.at(rows, e.thread, 8))
         key = e.at(e.at(e.arg_ptr(2), cell, k_cell), g, k_row)
-        for h in range(0, group, _HEADS):
-            _dot(e, spec, key, q, acc[h : h + _HEADS], h)
+        _dot(e, spec, key, q, acc)
     out = []
     for total in acc:
         s = b.fmul(total.get(), e.f32(spec.scale))
@@ -123,7 +127,7 @@ def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Valu
     return out
 
 
-def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list, first_head: int) -> None:  # type: ignore[type-arg]
+def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list[Var]) -> None:
     """Chains over the head's values in ascending order, eight 16-bit values per load where rows allow."""
     b, d = e.b, spec.d
     wide = 8 if spec.type_k in ("f16", "bf16") and d % 8 == 0 else 1
@@ -132,27 +136,26 @@ def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list, first_
             values = [cache.widen(e, spec.type_k, v) for v in e.vector_load(I16, wide, e.at(key, i, 2), 16)]
         else:
             values = [load_stored(e, spec.type_k, key, i)]
-        for j, v in enumerate(values):
-            for h, total in enumerate(acc):
-                at = e.gep(e.at(q, i, 4), 4 * ((first_head + h) * d + j))
-                total.set(e.fma(e.load(F32, at), v, total.get()))
+        for h, total in enumerate(acc):
+            at = e.gep(e.at(q, i, 4), 4 * h * d)
+            queries = [x for j in range(0, wide, 4) for x in e.vector_load(F32, 4, e.gep(at, 4 * j), 16)] if wide > 1 else [e.load(F32, at)]
+            for x, v in zip(queries, values):
+                total.set(e.fma(x, v, total.get()))
 
 
 def _values(
     e: PtxEmitter, spec: FlashAttn, place: _Place, head: Value, split: Value, first: Value, last: Value, p: Value, rows: Value
 ) -> None:
     """Weighted sums of the value columns, a thread per column."""
-    b, group = e.b, spec.n_head // spec.n_head_kv
-    for h0 in range(0, group, _HEADS):
-        heads = range(h0, min(group, h0 + _HEADS))
-        with e.for_threads(spec.dv) as i:
-            acc = [e.var(F32, e.f32(0.0)) for _ in heads]
-            with e.for_range(first, last, name="entry") as j:
-                v = load_stored(e, spec.type_v, e.gep(e.arg_ptr(3), e.load(I64, e.at(rows, j, 8))), i)
-                for h, total in zip(heads, acc):
-                    total.set(e.fma(e.load(F32, e.at(e.gep(p, 4 * SPLIT * h), j, 4)), v, total.get()))
-            for h, total in zip(heads, acc):
-                e.store(total.get(), e.at(place.partial(b.add(head, e.i64(h)), split), i, 4))
+    b = e.b
+    with e.for_threads(spec.dv) as i:
+        acc = [e.var(F32, e.f32(0.0)) for _ in range(head_block(spec))]
+        with e.for_range(first, last, name="entry") as j:
+            v = load_stored(e, spec.type_v, e.gep(e.arg_ptr(3), e.load(I64, e.at(rows, j, 8))), i)
+            for h, total in enumerate(acc):
+                total.set(e.fma(e.load(F32, e.at(e.gep(p, 4 * SPLIT * h), j, 4)), v, total.get()))
+        for h, total in enumerate(acc):
+            e.store(total.get(), e.at(place.partial(b.add(head, e.i64(h)), split), i, 4))
 
 
 def _merge(spec: FlashAttn, e: PtxEmitter) -> None:

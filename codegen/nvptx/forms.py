@@ -90,6 +90,13 @@ def describe(spec: KernelSpec) -> fmt.CudaKernel:
 def emit_ptx(specs: Sequence[KernelSpec], sm: str | PtxTarget) -> str:
     """PTX text holding every entry of ``specs`` for one architecture (``sm_80`` ...). Raises CodegenError."""
     target = sm if isinstance(sm, PtxTarget) else resolve(sm)
+    return emit_all(specs, [target])[target.sm]
+
+
+def emit_all(specs: Sequence[KernelSpec], targets: Sequence[PtxTarget]) -> dict[str, str]:
+    """PTX text by architecture."""
+    ordered = sorted(dict.fromkeys(targets), key=lambda t: int(t.sm.removeprefix("sm_")))
+    target = ordered[0]
     module = ptx.new_module("ggufc")
     blocks: dict[str, int] = {}
     for spec in dict.fromkeys(specs):
@@ -98,7 +105,7 @@ def emit_ptx(specs: Sequence[KernelSpec], sm: str | PtxTarget) -> str:
             entry.body(e)
             e.finish()
             blocks[entry.symbol] = entry.block
-    return ptx.to_text(target, module, blocks)
+    return dict(zip((t.sm for t in ordered), ptx.to_text(ordered, module, blocks)))
 
 
 def manifest(specs: Sequence[KernelSpec], texts: dict[str, str]) -> fmt.CudaManifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -65,6 +66,7 @@ def _with_attributes(text: str, blocks: dict[str, int]) -> str:
     return "\n".join([*lines, *groups])
 
 
-def to_text(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> str:
-    """PTX of a module."""
-    return target_machine(target).emit_assembly(optimise(target, module, blocks))
+def to_text(targets: Sequence[PtxTarget], module: ir.Module, blocks: dict[str, int]) -> list[str]:
+    """PTX of a module for each target; it is optimised once, for the first, and all others get the same arithmetic."""
+    best = optimise(targets[0], module, blocks)
+    return [target_machine(target).emit_assembly(best.clone()) for target in targets]

@@ -27,15 +27,15 @@ _SPECIAL = re.compile(r"%(tid|ctaid|ntid|nctaid)\.([xyz])")
 _END = re.compile(r"^(bra|ret|exit|bar\.sync|barrier\.sync|barrier\.cta\.sync)")
 _MEETING = re.compile(r"^(shfl\.sync|bar\.warp)")
 _BATCH_THREADS = 1 << 14
-_MOST_STEPS = 2_000_000
 
 Index = Any
 
 
 class Simt:
-    """A loaded PTX module over ``memory``. ``races`` off skips the (slower) search for races."""
+    """A loaded PTX module over ``memory``. ``races`` off skips the (slower) search for races; ``limit``: instructions after which a launch is given up."""
 
-    def __init__(self, text: str, memory: GlobalMemory, races: bool = True) -> None:
+    def __init__(self, text: str, memory: GlobalMemory, races: bool = True, limit: int = 2_000_000) -> None:
+        self.limit = limit
         self.module = parse(text)
         self.memory, self.races = memory, races
         self.symbols = {name: memory.store(data, name, read_only=True) for name, data in self.module.constants.items()}
@@ -157,7 +157,7 @@ class _Run:
                 self.current = instruction
                 run(self, idx)
             self.steps += len(code) + 1
-            if self.steps > _MOST_STEPS:
+            if self.steps > self.gpu.limit:
                 raise self.fail("does not end")
             self._finish(piece, end, idx, pc, waiting, done)
 

@@ -1,0 +1,105 @@
+"""Every kernel form assembles for every target, within stated bounds of registers, shared memory and spills."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+import assembler
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
+from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.elementwise import Copy, Elementwise
+from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.kernels.quantize import Quantize
+from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
+from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
+from ggufc.codegen.kernels.softmax import SoftMax, SumRows
+from ggufc.codegen.kernels.strided import contiguous
+from ggufc.codegen.kernels.strided_matmul import StridedMatMul
+from ggufc.codegen.nvptx import PTX_VERSIONS, describe, emit_all, emit_ptx, resolve
+from ggufc.codegen.nvptx.forms import FORMS
+from ggufc.codegen.weights import known_formats
+from ggufc.ir.dims import Dim
+from products import kernel_name
+
+SPILLED_BYTES = 32
+"""Per thread: what calls of 64-bit division may save."""
+SHARED_BYTES = 48 << 10
+"""Static shared memory of a block on every architecture."""
+
+T = Dim((((("T",)), 1),))
+ROWS = contiguous("f32", (4096, T))
+CATALOGUE = [
+    MatMul("q4_k", 4096, 6144, "none", False, "T"), MatMul("q4_k", 4096, 28672, "silu_glu", False, "T"), MatMul("q6_k", 14336, 4096, "add", True, "T"),
+    MatMul("q8_0", 4096, 128256, "none", False, "O"),
+    MatMul("f16", 4096, 4096, "gelu_glu", False, "T"), MatMulId("q4_k", 2048, 768, 128, 8, True), Quantize(4096, "q8_2", True, 1e-5),
+    Quantize(14336, "q8_k", False, 0.0), GetRows("q4_k", 4096), RopeTable(128, 500000.0, freq_factors=True), RopeApply(128, 32, 128, "norm"),
+    RopeApply(128, 8, 128, "neox", norm=True, eps=1e-6, store=True, to="q8_0"), StoreRows(1024, "f16"), StoreRows(1024, "q4_0"),
+    FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088), FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
+    FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True), FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
+    RmsNorm(4096, 1e-5, True, True), Norm(2048, 1e-5), Elementwise(("mul", ("gelu", 0), 1), ROWS, (ROWS, ROWS)), Copy(ROWS, contiguous("f16", (4096, T))),
+    GetRowsPlain(ROWS, contiguous("i32", (T,)), ROWS), SoftMax(contiguous("f32", (128, T)), contiguous("f32", (128, T))),
+    SumRows(contiguous("f32", (8, T)), contiguous("f32", (1, T))), TopK(contiguous("f32", (128, T)), 8), TopK(contiguous("f32", (4000, T)), 40),
+    KqMask(Dim((((("KV",)), 1),))), StridedMatMul(contiguous("f32", (128, 64, 8)), contiguous("f32", (128, T, 32)), contiguous("f32", (64, T, 32))),
+]  # fmt: skip
+
+needs_ptxas = pytest.mark.skipif(assembler.find() is None, reason="no ptxas: install the CUDA toolkit or the package nvidia-cuda-nvcc")
+
+
+@lru_cache(maxsize=2)
+def texts(specs: tuple) -> dict[str, str]:
+    return emit_all(specs, [resolve(sm) for sm in PTX_VERSIONS])
+
+
+def check(specs, sm, folder):
+    if sm not in assembler.architectures():
+        pytest.skip(f"this ptxas does not know {sm}")
+    text = texts(tuple(specs))[sm]
+    assert f".target {sm}" in text and ".local" not in text
+    used = assembler.assemble(text, sm, folder)
+    entries = {entry.symbol: entry for spec in specs for entry in describe(spec).entries}
+    assert set(used) == set(entries)
+    for name, u in used.items():
+        assert u.spilled <= SPILLED_BYTES, (name, u)
+        assert u.shared <= SHARED_BYTES, (name, u)
+        assert u.registers * entries[name].block <= 65536, (name, u)
+
+
+@needs_ptxas
+@pytest.mark.parametrize("sm", PTX_VERSIONS)
+def test_every_form_assembles(sm, tmp_path):
+    check(CATALOGUE, sm, tmp_path)
+
+
+@needs_ptxas
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", ["sm_80", "sm_90"])
+def test_every_weight_type_assembles(sm, tmp_path):
+    types = [t for t in known_formats() if kernel_name(t) == t]
+    check([MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types] + [GetRows(t, 4096) for t in types], sm, tmp_path)
+
+
+def test_the_catalogue_has_every_form():
+    assert {type(spec) for spec in CATALOGUE} == set(FORMS)
+
+
+def test_rounding_is_explicit():
+    """Arithmetic that ptxas may not fuse or approximate: results must not depend on the assembler."""
+    text = emit_ptx([CATALOGUE[1], FlashAttn(64, 64, 2, 1, "f16", "f16", 0.1)], "sm_80")
+    for loose in ("add.f32", "mul.f32", "div.full", "div.approx", ".ftz", "sqrt.approx", "ex2"):
+        assert loose not in text, loose
+
+
+def test_unknown_targets_and_kernels_are_refused():
+    with pytest.raises(CodegenError, match="unknown GPU architecture; use one of cuda:sm_80"):
+        resolve("cuda:sm_61")
+
+    class Strange:
+        pass
+
+    with pytest.raises((CodegenError, TypeError)):
+        emit_ptx([Strange()], "sm_80")  # type: ignore[list-item]
