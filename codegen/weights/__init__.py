@@ -17,6 +17,7 @@ from ggufc.codegen.weights.floats import BF16Format, F16Format, F32Format, Float
 from ggufc.codegen.weights.generic import Codes
 from ggufc.codegen.weights.indexed import VALUES, Indexed
 from ggufc.codegen.weights.kquants import IQ4_XS, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
+from ggufc.codegen.weights.twins import IQ2_KL, TWINS, Twins
 from ggufc.formats.quants.codes import DECODERS
 
 _OWN = (Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, F32Format, F16Format, BF16Format)
@@ -35,6 +36,10 @@ def weight_format(type_name: str) -> WeightFormat:
     """The format of a ggml type (lower case); CodegenError lists the known ones."""
     if type_name in _BY_NAME:
         return _BY_NAME[type_name]()
+    if type_name in TWINS:
+        return Twins(type_name)
+    if type_name == "iq2_kl":
+        return IQ2_KL()
     if type_name in VALUES:
         return Indexed(type_name)
     if type_name in DECODERS:

@@ -214,6 +214,27 @@ def pack1(bits: np.ndarray) -> np.ndarray:
     return as_words(out)
 
 
+def pack3(codes: np.ndarray) -> np.ndarray:
+    """Codes 0..7 to three words: word w holds quads 2w and 2w + 1 in bits 0-2 and 3-5; bits 6-7 are shared by quads 6 and 7.
+
+    Quad 6 has bits 0-1 in word 0 and bit 2 in bit 6 of word 1, quad 7 bits 0-1 in word 2 and bit 2 in bit 7 of word 1.
+    """
+    q = codes.reshape(*codes.shape[:-1], 8, 4)
+    six, seven = q[..., 6, :], q[..., 7, :]
+    rest = [six << 6, (six >> 2) << 6 | (seven >> 2) << 7, seven << 6]
+    words = [q[..., 2 * w, :] | q[..., 2 * w + 1, :] << 3 | rest[w] for w in range(3)]
+    return as_words(np.concatenate(words, axis=-1))
+
+
+def pack1_masks(bits: np.ndarray) -> np.ndarray:
+    """Bits (uint8 0 or 1 [R, blocks, 32]) to one word that holds, over the 16 rows of a group, a mask of 64 bits for each quad: bit
+    4 * row + column. ``mask_of_rows`` loads it."""
+    rows, blocks = bits.shape[:2]
+    ordered = bits.reshape(rows // ROWS, ROWS, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
+    packed = np.packbits(np.ascontiguousarray(ordered).reshape(rows // ROWS, blocks, 512), axis=-1, bitorder="little")
+    return np.ascontiguousarray(packed.view(np.uint32).transpose(0, 2, 1)).reshape(rows, blocks, 1)
+
+
 # -- unpacking helpers (emitted code) --------------------------------------------------------------------------------
 
 
@@ -274,3 +295,46 @@ def bits1(e: Emitter, c: Cursor, first: int, to: int) -> list[Value]:
 
 def either(e: Emitter, a: list[Value], c: list[Value]) -> list[Value]:
     return [e.b.or_(x, y) for x, y in zip(a, c)]
+
+
+def quads3(e: Emitter, c: Cursor, first: int = 0) -> list[Value]:
+    """The eight quads of a plane made by ``pack3``."""
+    words = [load_word(e, c, first + w) for w in range(3)]
+    six = e.b.or_(masked(e, words[0], -6, 3), masked(e, words[1], -4, 4))
+    seven = e.b.or_(masked(e, words[2], -6, 3), masked(e, words[1], -5, 4))
+    return [*(masked(e, w, -3 * i, 7) for w in words for i in range(2)), six, seven]
+
+
+def words2(e: Emitter, c: Cursor, first: int = 0) -> list[Value]:
+    """Low and high nibbles of two words, as bytes."""
+    return [masked(e, load_word(e, c, first + j), shift, 15) for j in range(2) for shift in (0, -4)]
+
+
+def load_mask(e: Emitter, p: Value, at: int, part: Value | int) -> Value:
+    """A mask of 64 bits (row-major, four columns) as what ``pick`` takes: a bit per byte of a quad.
+
+    Where lanes are single values it is a word whose bytes are 0 or 255.
+    """
+    lanes = e.target.lanes
+    p = e.gep(p, at)
+    if lanes > 1:
+        return e.b.bitcast(e.load(ir.IntType(4 * lanes), e.at(p, part, lanes // 2)), vec(ir.IntType(1), 4 * lanes))
+    row = e.i64(part) if isinstance(part, int) else part
+    byte = e.b.zext(e.load(I8, e.gep(p, e.b.lshr(row, e.i64(1)))), I32)
+    nibble = e.b.and_(e.b.lshr(byte, e.b.shl(e.b.and_(e.b.trunc(row, I32), e.i32(1)), e.i32(2))), e.i32(15))
+    bits = e.b.and_(e.b.mul(nibble, e.i32(0x00204081)), e.i32(0x01010101))
+    return e.b.mul(bits, e.i32(255))
+
+
+def mask_of_rows(e: Emitter, c: Cursor, word: int, quad: int) -> Value:
+    """The mask of one quad in a plane made by ``pack1_masks``."""
+    return load_mask(e, c.codes, 4 * ROWS * word + 8 * quad, c.part)
+
+
+def pick(e: Emitter, mask: Value, yes: Value, no: Value) -> Value:
+    """Bytes of ``yes`` where ``mask`` is set, else of ``no`` (quads)."""
+    lanes = e.target.lanes
+    if lanes == 1:
+        return e.b.xor(no, e.b.and_(e.b.xor(yes, no), mask))
+    bytes_ = vec(I8, 4 * lanes)
+    return e.b.bitcast(e.b.select(mask, e.b.bitcast(yes, bytes_), e.b.bitcast(no, bytes_)), yes.type)

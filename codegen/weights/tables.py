@@ -27,6 +27,11 @@ def lookup16(e: Emitter, quads: list[Value], table: Sequence[int]) -> list[Value
     return [e.b.bitcast(e.b.call(shuffle, [register, e.b.bitcast(q, bytes_)]), q.type) for q in quads]
 
 
+def lookup_pair(e: Emitter, quad: Value, table: Sequence[int]) -> tuple[Value, Value]:
+    """Entries ``16 + byte`` and ``byte`` of a table of 32, for bytes 0..15."""
+    return lookup16(e, [quad], table[16:])[0], lookup16(e, [quad], table[:16])[0]
+
+
 def _steps(e: Emitter, quad: Value, table: Sequence[int]) -> Value:
     """Without a byte shuffle: start at the first entry and add the step at each threshold the code has passed."""
     bytes_ = vec(I8, 4 * e.target.lanes)

@@ -1,0 +1,260 @@
+"""ik_llama.cpp's own types: a table of values with a shifted twin, chosen per group of columns.
+
+``w = d * scale * (table[code] + selector * shift)``. Codes keep their bits (two to six); the integer scale of a group takes a byte that
+also holds the selector; ``d`` is an f16 per 256 columns, or the value in front of the row, repeated per 256. Codes, selectors and scales
+come from the reference unpacking in ``formats.quants`` (spec: quantised tensor types, section 5): a code's value tells code and
+selector, because no value occurs in both tables, and a scale divided by ``d`` is the integer, because d and it are so short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ggufc.codegen.emitter import F32, I8, I32, Emitter, Value, vec
+from ggufc.codegen.weights import tables
+from ggufc.codegen.weights.base import (
+    Cursor,
+    Planes,
+    Unpacked,
+    WeightFormat,
+    load_f16,
+    load_f32,
+    load_field,
+    load_mask,
+    mask_of_rows,
+    pack1_masks,
+    pack2,
+    pack3,
+    pack4,
+    pick,
+    quads3,
+    quads4,
+    words2,
+)
+from ggufc.formats.ggml_types import type_by_name
+from ggufc.formats.quants import codes
+from ggufc.formats.quants.codes import DECODERS
+from ggufc.formats.quants.tables import PAIRS, T2, T3, T4, T5, T6
+
+
+@dataclass(frozen=True)
+class Twin:
+    """``bits`` per code, the first table, the distance of its twin, and how the scale byte is read: ``signed`` (2 * scale + selector),
+    ``odd`` (scale + 127, lowest bit replaced by the selector) or ``apart`` (the selectors have a byte of their own)."""
+
+    bits: int
+    values: tuple[int, ...]
+    shift: int
+    scale: str = "signed"
+
+
+def _half(table: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(v) for v in table[: len(table) // 2])
+
+
+_T2, _T3, _T4, _T5 = (_half(t) for t in (T2, T3, T4, T5))
+TWINS = {
+    "iq2_k": Twin(2, _T2, 5),
+    "iq2_ks": Twin(2, _T2, 5),
+    "iq3_k": Twin(3, _T3, 4),
+    "iq3_ks": Twin(3, _T3, 4),
+    "iq4_k": Twin(4, _T4, 4),
+    "iq4_ks": Twin(4, _T4, 4, "odd"),
+    "iq4_kss": Twin(4, _T4, 4, "odd"),
+    "iq5_k": Twin(5, _T5, 2),
+    "iq5_ks": Twin(5, _T5, 2, "odd"),
+    "iq6_k": Twin(6, tuple(int(v) for v in T6), 1, "apart"),
+}
+
+
+def super_scales(raw: np.ndarray, type_name: str, k: int) -> np.ndarray:
+    """``d`` per 256 columns [R, K/256], in the precision of the file."""
+    info = type_by_name(type_name)
+    if info.row_header == 0:
+        return np.ascontiguousarray(raw.reshape(len(raw), -1, info.bytes)[:, :, :2]).view(np.float16)[:, :, 0]
+    head = np.ascontiguousarray(raw[:, : info.row_header]).view({2: np.float16, 4: np.float32}[info.row_header])
+    return np.repeat(head, k // 256, axis=1)
+
+
+def integer_scales(scale: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """The integers in ``scale = d * integer``; 0 where ``d`` is 0 or no number, which makes the integer meaningless."""
+    wide = np.repeat(d.astype(np.float64), scale.shape[1] // d.shape[1], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.rint(scale / wide)
+    return np.where(np.isfinite(ratio), ratio, 0).astype(np.int32)
+
+
+class _Scaled(WeightFormat):
+    """A d per 256 columns, and bytes per group."""
+
+    columns, mode, offset, panel_tokens = 256, "q8_k", 128, 24
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name  # type: ignore[misc]
+        self.group = DECODERS[type_name][1]  # type: ignore[misc]
+        self._wide_d = type_by_name(type_name).row_header == 4
+        self.super_bytes = 64 if self._wide_d else 32  # type: ignore[misc]
+
+    def d(self, e: Emitter, c: Cursor) -> Value:
+        return load_f32(e, c.supers, 0, c.part) if self._wide_d else load_f16(e, c.supers, 0, c.part)
+
+    def stored_d(self, raw: np.ndarray, k: int) -> np.ndarray:
+        """``d`` as the layout keeps it."""
+        return super_scales(raw, self.type_name, k)
+
+    def fields(self, values: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Values per group [R, K/group] as one or two fields per 32 columns."""
+        n = 32 // self.group
+        return tuple(values.reshape(len(values), -1, n)[:, :, i] for i in range(n))
+
+
+class Twins(_Scaled):
+    """Every type of ``TWINS``."""
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name)
+        self.twin = TWINS[type_name]
+        n = 32 // self.group
+        self.code_bytes = 64 * self.twin.bits  # type: ignore[misc]
+        self.scale_bytes = 16 * n + (16 if self.twin.scale == "apart" else 0)  # type: ignore[misc]
+        both = np.array([*self.twin.values, *(v + self.twin.shift for v in self.twin.values)], np.int8)
+        self.u_max = int(both.max()) + self.offset  # type: ignore[misc]
+        self._index = np.zeros(256, np.uint8)
+        self._index[both.view(np.uint8)] = np.arange(len(both), dtype=np.uint8)
+
+    def planes(self, raw: np.ndarray, k: int) -> Planes:
+        code, scale, _, g = codes(self.type_name, raw, k)
+        index = self._index[code.view(np.uint8)]
+        selector = index[:, ::g] >> self.twin.bits
+        d = self.stored_d(raw, k)
+        integer = integer_scales(scale, d)
+        if self.twin.scale == "apart":
+            pairs = selector.reshape(len(raw), -1, 2)
+            numbers = (*self.fields(integer.astype(np.int8)), pairs[:, :, 0] | pairs[:, :, 1] << 1)
+        elif self.twin.scale == "odd":
+            numbers = self.fields((integer + 127 & 254 | selector).astype(np.uint8))
+        else:
+            numbers = self.fields((2 * integer + selector).astype(np.int8))
+        q = (index & (1 << self.twin.bits) - 1).reshape(len(raw), k // 32, 32)
+        return Planes(_pack(q, self.twin.bits), numbers, (d.view(np.uint32 if self._wide_d else np.uint16),))
+
+    def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
+        ints, floats = vec(I32, e.target.lanes), vec(F32, e.target.lanes)
+        d, n = self.d(e, c), 32 // self.group
+        quads, scales = _VALUES[self.twin.bits](e, c, [v + self.offset for v in self.twin.values]), []
+        apart = e.b.zext(load_field(e, c.scales, 16 * n, I8, 1, c.part), ints) if self.twin.scale == "apart" else None
+        for i in range(n):
+            byte = load_field(e, c.scales, 16 * i, I8, 1, c.part)
+            if self.twin.scale == "odd":
+                word = e.b.zext(byte, ints)
+                integer = e.b.sub(e.b.and_(word, e.const(ints, 254)), e.const(ints, 127))
+            else:
+                word = e.b.sext(byte, ints)
+                integer = word if apart is not None else e.b.ashr(word, e.const(ints, 1))
+            scales.append(e.b.fmul(d, e.b.sitofp(integer, floats)))
+            chosen = word if apart is None else e.b.lshr(apart, e.const(ints, i))
+            every = e.b.sub(e.const(ints, 0), e.b.and_(chosen, e.const(ints, 1)))
+            shift = e.b.and_(every, e.const(ints, self.twin.shift * 0x01010101))
+            for q in range(8 // n * i, 8 // n * (i + 1)):
+                quads[q] = e.b.add(quads[q], shift)  # bytes stay below 256: no carry
+        return Unpacked(quads, scales, [])
+
+
+def _pack(q: np.ndarray, bits: int) -> np.ndarray:
+    """Codes uint8 [R, blocks, 32] as words."""
+    if bits == 2:
+        return pack2(q)
+    if bits == 3:
+        return pack3(q)
+    low = pack4(q & 15)
+    return np.concatenate([low, *(pack1_masks(q >> b & 1) for b in range(4, bits))], axis=-1)
+
+
+def _values2(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+    """Two codes make one index, so that half as many fields are cut out."""
+    first, second = [table[i & 3] for i in range(16)], [table[i >> 2] for i in range(16)]
+    return [v for nibble in words2(e, c) for t in (first, second) for v in tables.lookup16(e, [nibble], t)]
+
+
+def _values3(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+    return tables.lookup16(e, quads3(e, c), table * 2)
+
+
+def _values4(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+    return tables.lookup16(e, quads4(e, c), table)
+
+
+def _values5(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+    nibbles = quads4(e, c)
+    low, high = tables.lookup16(e, nibbles, table[:16]), tables.lookup16(e, nibbles, table[16:])
+    return [pick(e, mask_of_rows(e, c, 4, q), high[q], low[q]) for q in range(8)]
+
+
+def _values6(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+    out = []
+    for q, nibble in enumerate(quads4(e, c)):
+        parts = [tables.lookup16(e, [nibble], table[i : i + 16])[0] for i in range(0, 64, 16)]
+        bit4, bit5 = mask_of_rows(e, c, 4, q), mask_of_rows(e, c, 5, q)
+        out.append(pick(e, bit5, pick(e, bit4, parts[3], parts[2]), pick(e, bit4, parts[1], parts[0])))
+    return out
+
+
+_VALUES: dict[int, Callable[[Emitter, Cursor, list[int]], list[Value]]] = {2: _values2, 3: _values3, 4: _values4, 5: _values5, 6: _values6}
+
+
+class IQ2_KL(_Scaled):
+    """A code of five bits per two columns."""
+
+    code_bytes, scale_bytes, offset, u_max = 128, 16 + 32, 64, 47 + 64
+    _ORDER = (0, 2, 1, 3)  # the pairs of columns in the bytes of an index word: those of one quad end up two bytes apart
+
+    def __init__(self) -> None:
+        super().__init__("iq2_kl")
+        self._first = [int(v) + self.offset for v in PAIRS[:, 0]]
+        self._second = [int(v) + self.offset for v in PAIRS[:, 1]]
+        self._index = {(int(a), int(b)): i for i, (a, b) in enumerate(PAIRS)}
+
+    def planes(self, raw: np.ndarray, k: int) -> Planes:
+        code, scale, _, _ = codes(self.type_name, raw, k)
+        d = self.stored_d(raw, k)
+        look = np.zeros((256, 256), np.uint8)
+        for (a, b), i in self._index.items():
+            look[a & 255, b & 255] = i
+        pairs = code.view(np.uint8).reshape(len(raw), k // 32, 4, 4, 2)
+        index = np.ascontiguousarray(look[pairs[..., 0], pairs[..., 1]][..., list(self._ORDER)]).reshape(len(raw), k // 32, 16)
+        nibbles = index & 15
+        words = np.ascontiguousarray(nibbles[..., :8] | nibbles[..., 8:] << 4).view(np.uint32)
+        high = _half_masks(index >> 4)
+        return Planes(words, (integer_scales(scale, d).astype(np.int8), high), (d.view(np.uint16),))
+
+    def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
+        b, ints, floats = e.b, vec(I32, e.target.lanes), vec(F32, e.target.lanes)
+        scale = b.fmul(self.d(e, c), b.sitofp(b.sext(load_field(e, c.scales, 0, I8, 1, c.part), ints), floats))
+        even = e.const(ints, 0x00FF00FF)
+        quads = []
+        for v, nibble in enumerate(_halves(e, c)):
+            mask = load_mask(e, c.scales, 16 + 8 * v, c.part)
+            x, y = (pick(e, mask, *tables.lookup_pair(e, nibble, t)) for t in (self._first, self._second))
+            for s in (0, 8):
+                a = b.and_(b.lshr(x, e.const(ints, s)) if s else x, even)
+                o = b.shl(b.and_(b.lshr(y, e.const(ints, s)) if s else y, even), e.const(ints, 8))
+                quads.append(b.or_(a, o))
+        return Unpacked(quads, [scale], [])
+
+
+def _halves(e: Emitter, c: Cursor) -> list[Value]:
+    """The four index words: low nibbles of both stored words, then the high ones."""
+    low0, high0, low1, high1 = words2(e, c)
+    return [low0, low1, high0, high1]
+
+
+def _half_masks(bits: np.ndarray) -> np.ndarray:
+    """Bits uint8 [R, blocks, 16] (four index words) as a field of 16-bit words that lie, over 16 rows, as four row masks."""
+    rows, blocks = bits.shape[:2]
+    ordered = bits.reshape(rows // 16, 16, blocks, 4, 4).transpose(0, 2, 3, 1, 4)
+    packed = np.packbits(np.ascontiguousarray(ordered).reshape(rows // 16, blocks, 256), axis=-1, bitorder="little")
+    return np.ascontiguousarray(packed.view(np.uint16).transpose(0, 2, 1)).reshape(rows, blocks)
+
