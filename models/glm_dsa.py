@@ -18,7 +18,7 @@ from ggufc.models.caches import UNSHIFTABLE, CacheInfo, layer_caches
 from ggufc.models.errors import ModelError
 from ggufc.models.ffn import ffn_tensors
 from ggufc.models.glm_dsa_hparams import ARCH, GlmDsaLayer, read
-from ggufc.models.glm_dsa_indexer import INDEXER_NODES, active, choose, is_full
+from ggufc.models.glm_dsa_indexer import INDEXER_NODES, active, choose
 from ggufc.models.hparams import HParams
 from ggufc.models.latent import LATENT_ATTENTION_NODES, latent_attention, latent_attention_tensors
 from ggufc.models.moe import moe_tensors
@@ -36,7 +36,7 @@ def tensors(hp: HParams, present: Container[str]) -> Iterator[TensorSpec]:
         yield from norm_tensors(hp, i, "attn_norm", "ffn_norm")
         split = {f"{name}.attn_k_b.weight", f"{name}.attn_v_b.weight"}
         yield from (spec for spec in latent_attention_tensors(hp, i, split) if spec.name != f"{name}.attn_kv_b.weight")
-        if is_full(i):
+        if _layer(hp, i).full:
             yield from _indexer_tensors(hp, i)
         if layer.n_expert:
             # An empty file has no merged, packed or split forms to choose among: the plain one is asked for.
@@ -70,7 +70,7 @@ def caches(hp: HParams, weights: Weights, step: Step) -> Iterator[CacheInfo]:
     for i in range(hp.n_layer):
         layer = _layer(hp, i)
         yield from layer_caches(layer, i, weights, step)
-        if sparse and is_full(i):
+        if sparse and layer.full:
             d = layer.indexer.head_dim
             yield CacheInfo(f"blk.{i}.indexer_k", i, "indexer_k", idx_type, d, d, 0, dict(UNSHIFTABLE))
 
@@ -91,21 +91,24 @@ class _Attention:
         if not self.sparse:
             return latent_attention(b, x, i, rows=rows)
 
+        layer = _layer(b.hp, i)
+
         def select(x: Node, q_latent: Node) -> Node | None:
-            if is_full(i):
-                self.mask = choose(b, x, q_latent, _layer(b.hp, i), i)
+            if layer.full:
+                self.mask = choose(b, x, q_latent, layer, i)
             return self.mask
 
-        return latent_attention(b, x, i, rows=rows, select=select, select_nodes=INDEXER_NODES if is_full(i) else 0)
+        return latent_attention(b, x, i, rows=rows, select=select, select_nodes=INDEXER_NODES if layer.full else 0)
 
 
 def nodes(hp: HParams, weights: Weights, step: Step) -> int:
     """The most nodes of a graph for ``step``: what the blocks promise."""
     sparse = bool(step.observe("dsa"))
     total = INPUT_NODES + MASK_NODES + EMBEDDING_NODES + HEAD_NODES
-    for i, layer in enumerate(hp.layers):
+    for i in range(hp.n_layer):
+        layer = _layer(hp, i)
         total += 2 * (NORM_NODES + RESIDUAL_NODES) + LATENT_ATTENTION_NODES + feed_forward_nodes(layer)
-        total += INDEXER_NODES if sparse and is_full(i) else 0
+        total += INDEXER_NODES if sparse and layer.full else 0
     return total
 
 

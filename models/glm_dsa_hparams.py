@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,12 @@ class GlmDsaKeys(LatentKeys, frozen=True, kw_only=True):
     n_index_head: Heads = msgspec.field(name="attention.indexer.head_count")
     index_dim: HeadDim = msgspec.field(name="attention.indexer.key_length")
     top_k: Annotated[int, Meta(ge=1, le=1 << 30)] = msgspec.field(name="attention.indexer.top_k")
+    index_types: list[Literal["full", "shared"]] | None = msgspec.field(name="attention.indexer.types", default=None)
+
+
+def chooses(i: int) -> bool:
+    """Whether layer ``i`` chooses for itself and for the layers after it, where the file does not say."""
+    return i <= 1 or i % 4 == 2
 
 
 class IndexerParams(msgspec.Struct, frozen=True):
@@ -41,9 +47,11 @@ class IndexerParams(msgspec.Struct, frozen=True):
 
 
 class GlmDsaLayer(LayerParams, frozen=True, kw_only=True):
-    """One layer. ``indexer`` holds sizes that are the same in all layers; which of them choose, ``glm_dsa_indexer.is_full`` says."""
+    """One layer. A ``full`` one chooses cells; the others read what the nearest full one before them chose. The sizes in ``indexer`` are
+    the same in all layers."""
 
     indexer: IndexerParams
+    full: bool
 
 
 def read(metadata: Mapping[str, Any]) -> HParams:
@@ -63,10 +71,24 @@ def read(metadata: Mapping[str, Any]) -> HParams:
             f"{ARCH}.rope.dimension_count"
         )
     indexer = IndexerParams(keys.n_index_head, keys.index_dim, keys.top_k, rope)
-    layers = tuple(_layer(latent_layer(layer, latent, 0.0), indexer) for layer in hp.layers[:n_layer])
+    full = _schedule(keys, n_layer)
+    layers = tuple(_layer(latent_layer(hp.layers[i], latent, 0.0), indexer, full[i]) for i in range(n_layer))
     return msgspec.structs.replace(hp, n_layer=n_layer, layers=layers)
 
 
-def _layer(layer: LayerParams, indexer: IndexerParams) -> GlmDsaLayer:
+def _schedule(keys: GlmDsaKeys, n_layer: int) -> list[bool]:
+    """Which layers choose: the file's own list, or the rule of the released models."""
+    if keys.index_types is None:
+        return [chooses(i) for i in range(n_layer)]
+    full = [kind == "full" for kind in keys.index_types]
+    if len(full) < n_layer or not full[0]:
+        raise ModelError(
+            f"key {ARCH}.attention.indexer.types has {len(full)} entries, the first of them {'full' if full and full[0] else 'shared'}; it "
+            f"must describe all {n_layer} layers, and the first one must choose for itself"
+        )
+    return full[:n_layer]
+
+
+def _layer(layer: LayerParams, indexer: IndexerParams, full: bool) -> GlmDsaLayer:
     fields = {name: getattr(layer, name) for name in LayerParams.__struct_fields__}
-    return GlmDsaLayer(**fields, indexer=indexer)
+    return GlmDsaLayer(**fields, indexer=indexer, full=full)

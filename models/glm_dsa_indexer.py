@@ -28,11 +28,6 @@ INDEXER_NODES = (3 * LINEAR_NODES + 5 + 5 + 3) + (5 + 1) + SCORE_NODES + CHOICE_
 the scale of the head weights; what follows from them; the mask with the boost."""
 
 
-def is_full(i: int) -> bool:
-    """Whether layer ``i`` chooses for itself and for the layers after it, up to the next such layer."""
-    return i <= 1 or i % 4 == 2
-
-
 def active(b: Builder) -> bool:
     """Whether layers read only what is chosen for them."""
     if not b.step.observe("dsa"):

@@ -31,6 +31,7 @@ _LATENT: dict[str, Any] = _ROUTED | {
     "attention.kv_lora_rank": 32,
     "attention.q_lora_rank": 32,
 }
+_INDEXER: dict[str, Any] = {"attention.indexer.head_count": 4, "attention.indexer.key_length": 32, "attention.indexer.top_k": 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], Collection[str]]] = {
     "deepseek2": ("deepseek2", _LATENT, ()),
@@ -39,6 +40,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Collection[str]]] = {
     "gemma2": ("gemma2", {"attention.sliding_window": 16}, ()),
     "glm4moe": ("glm4moe", _ROUTED | {"rope.dimension_count": 4}, ()),
     "glm4moe-nextn": ("glm4moe", _ROUTED | {"block_count": 3, "nextn_predict_layers": 1}, ()),
+    "glm-dsa": ("glm-dsa", _LATENT | _INDEXER, ()),
+    "glm-dsa-nextn": ("glm-dsa", _LATENT | _INDEXER | {"block_count": 5, "nextn_predict_layers": 1}, ()),
     "gpt-oss": ("gpt-oss", _EXPERTS | {"attention.sliding_window": 16}, ()),
     "phi3": ("phi3", {"attention.sliding_window": 0}, ()),
     "phi3-factors": ("phi3", {"attention.sliding_window": 16, "rope.dimension_count": 4}, ["rope_factors_long.weight"]),
