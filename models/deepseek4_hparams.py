@@ -18,6 +18,8 @@ CSA, HCA = 4, 128
 """Positions per compressed entry of the two kinds of compressed attention; the numbers are fixed."""
 SQRT_SOFTPLUS = 4
 """Value of ``expert_gating_func``."""
+TRUNK_ONLY = 43
+"""A file of so many blocks has no predictor blocks, whatever ``nextn_predict_layers`` says."""
 SMALLEST_LIMIT = 1e-6
 """A clamp below this is none."""
 
@@ -105,7 +107,8 @@ def read(metadata: Mapping[str, Any]) -> DeepSeek4Params:
         raise ModelError(f"key {ARCH}.expert_used_count is {keys.n_expert_used}; of {keys.n_expert} experts a token uses at least 1")
     if keys.n_predict >= keys.n_layer:
         raise ModelError(f"key {ARCH}.nextn_predict_layers is {keys.n_predict}, but there are only {keys.n_layer} layers in all")
-    n_layer = keys.n_layer - keys.n_predict
+    # Files of the released model count predictor blocks that they do not hold.
+    n_layer = keys.n_layer - (0 if keys.n_layer == TRUNK_ONLY else keys.n_predict)
     if keys.ratios is not None and len(keys.ratios) < n_layer:
         raise ModelError(f"key {ARCH}.attention.compress_ratios lists {len(keys.ratios)} layers of {n_layer}")
     raw, entry = _ropes(keys, n_rot)

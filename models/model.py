@@ -66,7 +66,7 @@ class Model:
         return graph
 
     def node_estimate(self, step: Step | None = None) -> int:
-        """The most nodes ``build(step)`` can make. Graphs of these families have the same nodes for every step."""
+        """The most nodes ``build(step)`` can make; the same for every step, except in families that work block by block."""
         return self.architecture.node_estimate(self.hparams, self.weights, step or Step())
 
     def cache_rope(self, layer: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -75,11 +75,12 @@ class Model:
 
         ``factors`` names the tensor of frequency divisors where the model has one.
         """
+        if self.architecture.caches is not None:
+            return next(info.rope for info in self.caches(options) if info.layer == layer and info.part == "k")
         return key_rope(self.hparams.layers[layer], self.weights, Step(options))
 
     def caches(self, options: Mapping[str, Any] | None = None) -> list[CacheInfo]:
-        """The KV resources of every graph of this model, under the builder options ``type_k``, ``type_v``, ``mla`` and
-        ``n_ctx_seq``."""
+        """The persistent resources of every graph of this model under the builder options."""
         step = Step(options)
         if self.architecture.caches is not None:
             return list(self.architecture.caches(self.hparams, self.weights, step))

@@ -378,3 +378,24 @@ def test_a_compacted_window_equals_the_whole_cache(monkeypatch: pytest.MonkeyPat
     small = np.concatenate([decode(rt, tokens[:100]), *(decode(rt, [t], 100 + i) for i, t in enumerate(tokens[100:120]))])
     assert np.abs(whole - small).max() < 1e-4
     assert rt.region is not None and rt.region.base > 0 and rt.infos["blk.0.k"].rows == "CW"
+
+
+@pytest.mark.parametrize("folder", [SPLIT, *golden_cases("openpangu-swa-dsa-ubatch")], ids=lambda case: case.name)
+def test_keys_cannot_be_shifted(folder: Path) -> None:  # S54, S106
+    model = model_of(folder)
+    assert all(model.cache_rope(i) == {"mode": "latent"} for i in range(model.n_layer))
+    assert all(info.rope in ({}, {"mode": "latent"}) for info in model.caches())
+
+
+def test_kinds_of_layers_follow_from_tensors_where_no_key_tells() -> None:
+    with GGUFFile.open(SPLIT / "model.gguf") as file:
+        told = load_model(file).hparams
+        model = load_model(Edited(file, {"deepseek4.attention.compress_ratios": None}))
+    assert isinstance(told, deepseek4_hparams.DeepSeek4Params)
+    seen = deepseek4_hparams.with_tensors(model.hparams, model.weights)
+    assert [(a.ratio, a.rope) for a in seen.layers] == [(a.ratio, a.rope) for a in told.layers]  # type: ignore[attr-defined]
+    with GGUFFile.open(SPLIT / "model.gguf") as file:
+        odd = Edited(file, {"deepseek4.attention.compress_ratios": [16, *[layer.ratio for layer in told.layers[1:]]]})  # type: ignore[attr-defined]
+        other = load_model(odd)
+    assert other.hparams.layers[0].rope == told.entry_rope != told.raw_rope
+    assert not [info for info in other.caches() if info.layer == 0 and info.part != "k"]
