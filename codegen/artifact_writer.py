@@ -12,6 +12,7 @@ from ggufc.codegen.cpu.image import Image
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.weight_plan import StoredWeight, WeightPlan, as_f32
 from ggufc.codegen.weights import weight_format
+from ggufc.codegen.weights.base import ROWS
 from ggufc.formats import artifact as fmt
 from ggufc.formats import cuda
 from ggufc.formats.ggml_types import row_bytes
@@ -85,7 +86,7 @@ def stored_chunks(graph: Graph, weight: StoredWeight, source: GGUFFile) -> Itera
     size = row_bytes(weight.dtype, k)
     rows = [source.data(name).reshape(-1, size) for name in weight.sources] or [_derived(graph, weight, source).reshape(-1, size)]
     layout = weight_format(weight.dtype)
-    step = max(1, _CHUNK_BYTES // (16 * size)) * 16
+    step = max(1, _CHUNK_BYTES // (ROWS * size)) * ROWS
     if weight.form == "glu":
         gate, up = rows
         for start in range(0, n // 2, step):
@@ -98,7 +99,7 @@ def stored_chunks(graph: Graph, weight: StoredWeight, source: GGUFFile) -> Itera
 
 def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Groups of 16 rows of ``gate`` and ``up`` in turn."""
-    return np.stack([gate.reshape(-1, 16, gate.shape[1]), up.reshape(-1, 16, up.shape[1])], axis=1).reshape(-1, gate.shape[1])
+    return np.stack([half.reshape(-1, ROWS, half.shape[1]) for half in (gate, up)], axis=1).reshape(-1, gate.shape[1])
 
 
 def _slabs(rows: list[np.ndarray], n: int) -> Iterator[list[np.ndarray]]:

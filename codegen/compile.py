@@ -1,8 +1,7 @@
 """Compiling a model file to an artifact, in a child process.
 
 LLVM never returns all the memory it used and may fail hard, so the caller's process stays out of it: ``compile_file`` starts ``python -m
-ggufc.codegen.child``,
-forwards its progress and turns its errors into exceptions.
+ggufc.codegen.child``, forwards its progress and turns its errors into exceptions.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -35,39 +35,37 @@ def compile_file(
     ``progress(phase, done, total)``. Raises CodegenError with the child's message; an interrupted compilation leaves nothing behind.
     """
     request = {"source": os.fspath(source), "output": os.fspath(output), "options": msgspec.to_builtins(options or CompileOptions())}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "ggufc.codegen.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=os.getcwd(),
-    )
     report = None
     failure = None
-    try:
-        assert child.stdin and child.stdout and child.stderr
-        child.stdin.write(json.dumps(request))
-        child.stdin.close()
-        for line in child.stdout:
-            event = json.loads(line)
-            if "phase" in event:
-                if progress:
-                    progress(event["phase"], event["done"], event["total"])
-            elif "error" in event:
-                failure = event["error"]
-            else:
-                report = msgspec.convert(event["report"], CompileReport)
-        trouble = child.stderr.read()
-        status = child.wait()
-    except BaseException:
-        child.terminate()
-        child.wait()
-        raise
-    finally:
-        for stream in (child.stdin, child.stdout, child.stderr):
-            if stream:
-                stream.close()
+    # A file takes whatever the child says; a pipe nobody reads meanwhile would stop it.
+    with tempfile.TemporaryFile("w+") as messages:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ggufc.codegen.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True
+        )
+        try:
+            assert child.stdin and child.stdout
+            child.stdin.write(json.dumps(request))
+            child.stdin.close()
+            for line in child.stdout:
+                event = json.loads(line)
+                if "phase" in event:
+                    if progress:
+                        progress(event["phase"], event["done"], event["total"])
+                elif "error" in event:
+                    failure = event["error"]
+                else:
+                    report = msgspec.convert(event["report"], CompileReport)
+            status = child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+        finally:
+            for stream in (child.stdin, child.stdout):
+                if stream:
+                    stream.close()
+        messages.seek(0)
+        trouble = messages.read()
     if failure is not None:
         raise CodegenError(failure)
     if report is None:

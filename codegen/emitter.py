@@ -1,8 +1,7 @@
 """A thin emitter over llvmlite's builder: what kernels need, on every CPU level.
 
 Values are llvmlite values. Scalars are ``i64``/``i32``/``f32``; vectors carry ``n`` lanes. Control flow is structured (``for_range``,
-``if_``); loop-carried
-values live in ``Var`` cells, which LLVM turns into registers.
+``if_``); loop-carried values live in ``Var`` cells, which LLVM turns into registers.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from ggufc.codegen.cpu.target import Target
+from ggufc.formats.abi import PARAMS
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -102,8 +102,6 @@ class Emitter:
 
     def param(self, symbol: str) -> Value:
         """Value of a graph symbol (``T``, ``O``, ...) as i64."""
-        from ggufc.formats.abi import PARAMS
-
         return self.load(I64, self.gep(self.args[1], self.i64(8 * PARAMS.index(symbol))))
 
     def dim(self, d: Any) -> Value:

@@ -53,7 +53,7 @@ def step_of(options: CompileOptions, program: str = "eval") -> Step:
         if match is None:
             raise CodegenError(f"{program!r}: a variant is named after the size it needs, such as {base}@n_ctx_seq > 4096")
         sizes = {"n_ctx_seq": int(match[1]) + 1}
-    return Step({"type_k": options.type_k, "type_v": options.type_v, **options.builder, **PROGRAMS[base], **sizes})
+    return Step({**options.for_builder(), **PROGRAMS[base], **sizes})
 
 
 def build_graph(model: Model, options: CompileOptions, program: str = "eval") -> Graph:

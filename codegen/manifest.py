@@ -45,7 +45,7 @@ def make_manifest(
             )
         )
     caches = []
-    for info in model.caches({"type_k": options.type_k, "type_v": options.type_v, **options.builder}):
+    for info in model.caches(options.for_builder()):
         rope = dict(info.rope)
         factors = rope.pop("factors", None)
         if factors is not None:

@@ -1,8 +1,7 @@
 """Which weights the artifact stores, and in which form.
 
 A weight may be needed *packed* (interleaved rows for products and row look-ups) or *plain* (f32 vectors and anything a generic kernel
-reads). Derived weights are
-byte concatenations of file tensors where possible, else evaluated once.
+reads). Derived weights are byte concatenations of file tensors where possible, else evaluated once.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ import numpy as np
 from ggufc.codegen.errors import CodegenError
 from ggufc.ir.graph import Graph, Node
 
-ROW_GROUP = 16
-"""Rows interleaved together; groups are padded with zero rows."""
-
 
 @dataclass(frozen=True)
 class StoredWeight:
     """One tensor of the artifact.
 
     ``form``: ``packed``, ``glu`` (packed, groups of two sources alternating) or ``plain`` (f32). ``sources`` are file tensors whose rows
-    follow each other
-    (``glu``: gate, up; several experts: one per slab); empty when the value comes from evaluating ``derived``.
+    follow each other (``glu``: gate, up; several experts: one per slab); empty when the value comes from evaluating ``derived``.
     """
 
     name: str
@@ -37,6 +32,8 @@ class StoredWeight:
 
 @dataclass
 class WeightPlan:
+    """The weights a graph's launches ask for, each stored once per form."""
+
     graph: Graph
     stored: dict[tuple[str, str], StoredWeight] = field(default_factory=dict)
 
@@ -49,7 +46,7 @@ class WeightPlan:
         if key not in self.stored:
             sources, derived = self._sources(node)
             ne = tuple(int(d) for d in node.ne)
-            suffix = {"packed": "", "glu": "", "plain": ".f32"}[form] if form != "plain" or node.type.rank > 1 else ""
+            suffix = ".f32" if form == "plain" and node.type.rank > 1 else ""
             self.stored[key] = StoredWeight(name + suffix, form, node.dtype, ne, sources, derived)
         return self.stored[key]
 
@@ -78,12 +75,7 @@ class WeightPlan:
         if value.op.name != "concat" or len(value.operands) != 2 or value.attrs["dim"] != 1:
             return False
         a, b = value.operands
-        return (
-            a.type == b.type
-            and bool(self._concatenated(a))
-            and bool(self._concatenated(b))
-            and all(len(self._concatenated(o)) == 1 for o in (a, b))
-        )
+        return a.type == b.type and all(len(self._concatenated(o)) == 1 for o in (a, b))
 
 
 def as_f32(raw: np.ndarray, dtype: str) -> np.ndarray:

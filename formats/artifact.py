@@ -153,6 +153,6 @@ def dumps(manifest: Manifest) -> str:
     return msgspec.json.encode(manifest).decode()
 
 
-def loads(text: str) -> Manifest:
-    """Decode and type-check; raises ``msgspec.ValidationError`` on anything unexpected."""
+def loads(text: str | bytes) -> Manifest:
+    """Decode and type-check; raises ``msgspec.DecodeError`` on anything unexpected."""
     return msgspec.json.decode(text, type=Manifest)

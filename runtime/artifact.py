@@ -17,7 +17,6 @@ from ggufc.formats.gguf_reader import GGUFFile
 from .cpuinfo import host_features
 
 _REMEDY = "compile the model again with this version of ggufc"
-_REQUIRED_DIGESTS = ("manifest", "image")
 
 
 class Artifact:
@@ -110,7 +109,7 @@ def _manifest(file: GGUFFile) -> fmt.Manifest:
     if hashlib.sha256(raw).hexdigest() != _digest(file, "manifest"):
         raise ArtifactError(f"{file.path}: the manifest does not match its digest; the file is damaged, {_REMEDY}")
     try:
-        manifest = msgspec.json.decode(raw, type=fmt.Manifest)
+        manifest = fmt.loads(raw)
     except msgspec.DecodeError as error:  # ValidationError derives from it
         raise ArtifactError(f"{file.path}: the manifest does not have the expected form ({error}); {_REMEDY}") from None
     if not (0 < manifest.n_vocab < 1 << 31 and 0 < manifest.n_embd < 1 << 31 and 0 <= manifest.n_ctx_train < 1 << 31):

@@ -72,6 +72,11 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
 
 
+def strongest_level(features: frozenset[str]) -> str:
+    """Name of the strongest level whose features are all there."""
+    return next(name for name in reversed(LEVELS) if features.issuperset(LEVELS[name]))
+
+
 def resolve(text: str = "native") -> Target:
     """Target from ``native``, a level name (``x86-64-v3``) or a feature list (``avx2,fma,f16c,...``).
 
@@ -93,5 +98,5 @@ def resolve(text: str = "native") -> Target:
             )
         implied = {"avx2": _V3, "fma": _V3, "avxvnni": _V3, "avx512f": _AVX512, "avx512vnni": _AVX512}
         have = have.union(*(implied.get(f, ()) for f in have))
-    level = next(name for name in reversed(LEVELS) if have.issuperset(LEVELS[name]))
+    level = strongest_level(have)
     return Target(X86_TRIPLE, level, LEVELS[level])

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I8, I16, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import F32, I16, I32, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache_blocks
 from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
 
 STORAGE = ("f32", "f16", "bf16", *BLOCKS)
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4}
-Q8_0_VALUES, Q8_0_BYTES = VALUES, block_bytes("q8_0")
 
 
 def check_storage(dtype: str, row: int, what: str) -> None:
@@ -47,17 +46,6 @@ def widen(e: Emitter, dtype: str, v: Value) -> Value:
 def narrow(e: Emitter, dtype: str, v: Value) -> Value:
     """f32 lanes to stored lanes, round to nearest even."""
     return v if dtype == "f32" else e.f32_to_f16(v) if dtype == "f16" else e.f32_to_bf16(v)
-
-
-def load_q8_0(e: Emitter, n: int, block: Value, at: Value | int, scale: Value) -> Value:
-    """``n`` values of the q8_0 block at ``block`` starting with value ``at``, times ``scale`` (f32 scalar, see ``q8_0_scale``)."""
-    b = e.b
-    bytes_ = e.load(vec(I8, n), e.gep(e.gep(block, 2), at))
-    return b.fmul(b.sitofp(b.sext(bytes_, vec(I32, n)), vec(F32, n)), e.splat(scale, n))
-
-
-def q8_0_scale(e: Emitter, block: Value) -> Value:
-    return e.f16_to_f32(e.load(I16, block))
 
 
 def store_row(e: Emitter, dtype: str, row: int, source: Value, target: Value) -> None:

@@ -16,7 +16,7 @@ from ggufc.cli import options
 )
 @options.build
 @click.option("--passes", default=None, metavar="A,B,...", help="Pass pipeline instead of the default one.")
-@click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Processes to compile with (default: one per core).")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Processes to compile with (default: one per core, at most 2).")
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 def command(
     model: str, output: Path | None, type_k: str | None, type_v: str | None, target: str, passes: str | None, jobs: int | None, force: bool

@@ -104,6 +104,6 @@ def _weights() -> str:
 
 
 def _level(features: frozenset[str]) -> str:
-    from ggufc.codegen.cpu.target import LEVELS
+    from ggufc.codegen.cpu.target import strongest_level
 
-    return next(name for name in reversed(LEVELS) if features.issuperset(LEVELS[name]))
+    return strongest_level(features)
