@@ -1,9 +1,11 @@
 """Artifacts, execution, caches, tokenizers and sessions.
 
-Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``executor``
-binds and evaluates one program. ``kvcells`` keeps the books of cells and sequences, ``kshift`` rotates stored keys, ``batch`` cuts
-batches into micro-batches. ``tokenizer`` (with ``spm``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session`` (with
-``history``, ``generation``, ``statistics``), which joins everything.
+Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``programs``
+chooses among programs, ``executor`` binds and evaluates one (``cuda`` on a device). ``kvcells`` keeps the books of cells and sequences,
+``rows`` reads and writes the rows of caches wherever they lie, ``windows`` compacts those of sliding windows, ``kshift`` rotates stored
+keys, ``batch`` cuts batches into micro-batches. ``state`` writes and ``state_load`` reads saved states (``state_io``: files;
+``session_state``: of a session). ``tokenizer`` (with ``spm``, ``bpe``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on
+``session`` (with ``history``, ``generation``, ``parallel``, ``statistics``), which joins everything.
 
 Names are imported lazily so that a command line that only needs ``paths`` pays for nothing else.
 """

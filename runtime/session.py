@@ -20,7 +20,7 @@ import numpy as np
 
 from . import kshift, programs
 from .artifact import Artifact
-from .batch import Batch, make_batch, next_token, sizes, visibility
+from .batch import Batch, Visibility, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
 from .history import TokenHistory
@@ -28,6 +28,7 @@ from .kvcells import KVCells
 from .rows import ROW_PARALLEL
 from .sampling import SamplingOptions
 from .statistics import Statistics
+from .windows import SUFFIX, WindowRows, rows_for
 
 if TYPE_CHECKING:
     from .generation import Generation
@@ -48,7 +49,8 @@ class Session:
     to at least 16; ``n_ubatch`` is at most ``n_batch``. ``graph_reuse`` off binds the graph anew for every micro-batch (same results, for
     tests and bug reports). ``seed`` is the default of ``generate``. ``causal`` may be switched while running: off, a token sees its
     sequence's later tokens too. ``defrag_threshold`` >= 0 gathers the occupied cells (``defrag``) before a batch whenever more than this
-    share of the visible cells is free. ``executor`` makes the executors: ``ggufc.runtime.cuda.on_device(...)`` for a GPU.
+    share of the visible cells is free. ``compact_windows`` gives caches of layers with a window the window's rows only (one sequence,
+    continued or cut at its end; same logits). ``executor`` makes the executors: ``ggufc.runtime.cuda.on_device(...)`` for a GPU.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Session:
         expect_digest: str | None = None,
         profile: bool = False,
         defrag_threshold: float = -1.0,
+        compact_windows: bool = False,
         executor: Callable[..., Executor] = Executor,
     ) -> None:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
@@ -87,7 +90,8 @@ class Session:
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
             chosen = programs.choose(self.artifact, first, self.sizes)
             self._make_executor = executor
-            self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile)
+            extra = {"window_rows": rows} if (rows := self._window_rows(executor) if compact_windows else 0) else {}
+            self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)
         except BaseException:
             if self._owns_artifact:
                 self.artifact.close()
@@ -96,7 +100,22 @@ class Session:
         self.cells = KVCells(pad(self.n_ctx), n_seq_max, CACHE_PAD)
         self.history = TokenHistory(self.cells)
         self._stale = ""
+        self.window_rows: WindowRows | None = None
+        if extra:
+            widest = max(cache.window for cache in manifest.caches)
+            self.window_rows = WindowRows(self.cells, extra["window_rows"], widest)
         self._closed = False
+
+    def _window_rows(self, executor: Callable[..., Executor]) -> int:
+        """Rows of compacted window caches; 0, with a warning, where there is nothing to gain."""
+        if self.n_seq_max > 1:
+            raise RuntimeRefusal(f"compact_windows keeps the window of one sequence, n_seq_max is {self.n_seq_max}; leave out one of them")
+        if executor is not Executor:
+            raise RuntimeRefusal("compact_windows is for caches in host memory; leave it out on a device")
+        rows = rows_for(self.artifact.manifest.caches, pad(self.n_ctx), self.n_ubatch, CACHE_PAD)
+        if not rows:
+            warnings.warn("compact_windows changes nothing: no layer's window is smaller than the context", RuntimeWarning, stacklevel=3)
+        return rows
 
     # Text
 
@@ -204,6 +223,8 @@ class Session:
         cells = self.cells
         executor = self._executor_for(_TOKEN_PROGRAM if batch.embd is None else _EMBD_PROGRAM)
         counts = sizes(len(batch), self.n_ubatch)
+        if self.window_rows is not None:
+            self.window_rows.check(batch)
         if self.defrag_threshold >= 0 and cells.n_kv() >= _DEFRAG_FROM and cells.holes() > self.defrag_threshold:
             self.defrag()
         if not self.causal and len(counts) > 1:
@@ -253,12 +274,27 @@ class Session:
                 raise RuntimeRefusal(
                     f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
                 )
+        if self.window_rows is not None:
+            self._fill_windows(self.window_rows, executor, part, start, seen)
         if not self.stats.count_graph(executor.program.name, self.graph_reuse, self._stale):
             executor.rebind()
         self._stale = ""
         executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start)
         if wanted:
             take(executor.output("logits"))
+
+    def _fill_windows(self, windows: WindowRows, executor: Executor, part: Batch, start: int, seen: Visibility) -> None:
+        """Fill the inputs of launches on compacted caches."""
+        n = len(part)
+        slots = windows.take(np.arange(start, start + n, dtype=np.int32), int(part.pos[0]))
+        cut, rows = windows.lists(seen)
+        for name, spec in executor.input_specs.items():
+            if spec.kind == "kv_slots":
+                executor.inputs[name + SUFFIX][:n] = slots
+            elif spec.kind == "kv_cells":
+                executor.inputs[name + SUFFIX][: len(rows)] = rows
+            elif spec.kind == "visible" and spec.window:
+                executor.inputs[name + SUFFIX][: 3 * n].reshape(n, 3)[:] = seen.rows(spec.window) - np.array([0, cut, cut], np.int32)
 
     def _executor_for(self, base: str) -> Executor:
         found = self._executors.get(base)
@@ -273,7 +309,11 @@ class Session:
         Returns the length of what is kept.
         """
         common = self.history.common(tokens, seq)
-        self.seq_rm(seq, common, -1)
+        try:
+            self.seq_rm(seq, common, -1)
+        except RuntimeRefusal:  # the rows of its window are gone: evaluate all of it again
+            common = 0
+            self.seq_rm(seq)
         return common
 
     # Generation
@@ -353,7 +393,11 @@ class Session:
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Remove positions [p0, p1) of a sequence (all sequences if negative); negative bounds are open."""
+        if self.window_rows is not None:
+            self.window_rows.check_rm(seq, p0, p1)
         self.cells.seq_rm(seq, p0, p1)
+        if self.window_rows is not None:
+            self.window_rows.removed()
         self.history.removed(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
@@ -386,7 +430,8 @@ class Session:
         A cache with state that does not belong to cells cannot be rearranged: it is left as it is, with a warning.
         """
         stores = self._executor.caches
-        strict = [cache.name for cache in stores.specs.values() if cache.part not in ROW_PARALLEL]
+        compacted = self.window_rows is not None
+        strict = [cache.name for cache in stores.specs.values() if cache.part not in ROW_PARALLEL or (compacted and cache.window)]
         if strict:
             warnings.warn(f"the cache stays fragmented: {strict[0]} does not follow when cells move", RuntimeWarning, stacklevel=2)
             self.defrag_threshold = -1.0
@@ -406,6 +451,10 @@ class Session:
             self._stale = "keys were rotated"
 
     def _check_shift(self) -> None:
+        if self.window_rows is not None:
+            raise RuntimeRefusal(
+                "positions cannot be moved in compacted window caches; open the session without compact_windows", soft=True
+            )
         kshift.check(self.artifact.manifest.caches, self._executor.program.name)
 
     def pos_min(self, seq: int = 0) -> int:
@@ -456,6 +505,8 @@ class Session:
         """Forget all sequences and zero the caches."""
         self._executor.caches.clear(self.cells.n_written)
         self.cells.clear()
+        if self.window_rows is not None:
+            self.window_rows.clear()
         self.history.clear()
 
     clear = reset

@@ -19,6 +19,8 @@ def _check(session: Session, seq: int | None, partial: bool, what: str) -> None:
         session.cells.list_of(seq)  # refuses an id that does not exist
     elif partial:
         raise RuntimeRefusal(f"{what}: a partial state belongs to one sequence; give its id")
+    elif session.window_rows is not None:
+        raise RuntimeRefusal(f"{what}: with compacted window caches the state is that of sequence 0, not of the whole context; give its id")
 
 
 def _write(session: Session, sink: Sink, seq: int | None, partial: bool) -> None:
@@ -28,9 +30,9 @@ def _write(session: Session, sink: Sink, seq: int | None, partial: bool) -> None
     if seq is None:
         state.write_session(sink, session.artifact.manifest.arch, tokens, cells, store, n_layer)
     elif partial:
-        state.write_partial(sink, seq, tokens, cells, store, n_layer)
+        state.write_partial(sink, seq, tokens, cells, store, n_layer, session.window_rows)
     else:
-        state.write_sequence(sink, seq, tokens, cells, store, n_layer)
+        state.write_sequence(sink, seq, tokens, cells, store, n_layer, session.window_rows)
 
 
 def size(session: Session, seq: int | None, partial: bool) -> int:
@@ -85,7 +87,8 @@ def _load_context(session: Session, source: Source) -> int:
 
 def _load_sequence(session: Session, source: Source, seq: int) -> int:
     manifest, store, cells = session.artifact.manifest, session.executor.caches, session.cells
-    blob = state_load.parse_sequence(source, cells, store, manifest.n_layer)
+    windows = session.window_rows
+    blob = state_load.parse_sequence(source, cells, store, manifest.n_layer, windows=windows)
     session.seq_rm(seq)
     where = cells.place(len(blob.pos))
     if where is None:
@@ -96,7 +99,8 @@ def _load_sequence(session: Session, source: Source, seq: int) -> int:
         )
     if len(where):
         cells.insert_at(where, blob.pos, np.full(len(where), seq, np.int32))
-        state_load.restore(source, blob, where, store)
+        rows = None if windows is None else windows.restored(cells.list_of(seq).cells, blob.live)
+        state_load.restore(source, blob, where, store, rows)
     session.restored(seq, blob.tokens)
     return len(where)
 
@@ -104,7 +108,7 @@ def _load_sequence(session: Session, source: Source, seq: int) -> int:
 def _load_partial(session: Session, source: Source, seq: int) -> int:
     """Rows are in the cells still: the sequence is cut where it was saved, and its cells stay where they are."""
     cells, store = session.cells, session.executor.caches
-    blob = state_load.parse_sequence(source, cells, store, session.artifact.manifest.n_layer, partial=True)
+    blob = state_load.parse_sequence(source, cells, store, session.artifact.manifest.n_layer, partial=True, windows=session.window_rows)
     pos = cells.list_of(seq).pos
     kept = int(np.searchsorted(pos, blob.last, side="right"))
     ends = int(pos[kept - 1]) if kept else -1
@@ -116,5 +120,17 @@ def _load_partial(session: Session, source: Source, seq: int) -> int:
     known = session.history.tokens(seq)[: len(blob.tokens)]
     if known != blob.tokens[: len(known)]:
         raise RuntimeRefusal(f"{source.name}: the partial state was saved after other tokens than sequence {seq} holds; load a full state")
-    session.seq_rm(seq, blob.last + 1, -1)
+    windows = session.window_rows
+    if windows is None:
+        session.seq_rm(seq, blob.last + 1, -1)
+        return kept
+    # Rows that were given away since are in the blob, so the sequence may be cut anywhere.
+    cells.seq_rm(seq, blob.last + 1, -1)
+    session.history.removed(seq, blob.last + 1, -1)
+    try:
+        state_load.restore(source, blob, np.empty(0, np.int32), store, windows.restored(cells.list_of(seq).cells, blob.live))
+    except BaseException:
+        session.seq_rm(seq)
+        raise
+    session.restored(seq, session.history.tokens(seq))
     return kept

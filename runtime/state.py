@@ -13,6 +13,12 @@ blob holds only what dropping cells cannot undo, so it is small and is restored 
 Tokens are u32 n + i32[n] as far as they are known; texts are u32 n + n bytes. v_state says how values are kept: 0 row per cell, 1
 transposed, 2 not at all; this engine never transposes.
 
+With compacted window caches (one sequence only) ``compacted`` stands before the cells of a sequence blob, and after those of a partial one:
+the rows of these caches exist nowhere else, so a partial blob carries them, with all other layers as absent.
+
+    compacted  u32 'SWAC', u32 rows of a cache, u32 live rows, i32 cells without a row, u32 next row
+               the payload of such a layer is its live rows, those of the last cells, in order of position
+
 Layers split by heads set ``SPLIT_FLAG`` in the type and add u32 G after the row size. The size is that of the full row; the payload is the
 first part's piece of every cell, then the second part's. Layers that are not split have the plain form.
 
@@ -33,10 +39,11 @@ from .errors import RuntimeRefusal
 from .kvcells import KVCells
 from .rows import ROW_PARALLEL, CacheRows, Store
 from .state_io import Sink
+from .windows import WindowRows
 
 SESSION_MAGIC, SESSION_VERSION = 0x6767736E, 10
 SEQUENCE_MAGIC, SEQUENCE_VERSION = 0x67677371, 4
-PARTIAL_MARKER = 0x54524150
+PARTIAL_MARKER, COMPACT_MARKER = 0x54524150, 0x53574143
 SPLIT_FLAG = 1 << 16
 V_ROWS, V_TRANSPOSED, V_ABSENT = 0, 1, 2
 
@@ -91,24 +98,38 @@ def write_session(sink: Sink, arch: str, tokens: Sequence[int], cells: KVCells, 
     _layers(sink, store, n_layer, used)
 
 
-def write_sequence(sink: Sink, seq: int, tokens: Sequence[int], cells: KVCells, store: Store, n_layer: int) -> None:
+def write_sequence(
+    sink: Sink, seq: int, tokens: Sequence[int], cells: KVCells, store: Store, n_layer: int, windows: WindowRows | None = None
+) -> None:
     """One sequence: its cells' positions and rows."""
     mine = saved_order(cells, seq)
     sink.put(struct.pack("<II", SEQUENCE_MAGIC, SEQUENCE_VERSION))
     _tokens(sink, tokens)
     table = np.zeros((len(mine), 2), "<i4")
     table[:, 0] = cells.pos[mine]
-    sink.put(struct.pack("<I", len(mine)) + table.tobytes())
-    _layers(sink, store, n_layer, mine)
+    sink.put(_compacted(windows, len(mine)) + struct.pack("<I", len(mine)) + table.tobytes())
+    _layers(sink, store, n_layer, mine, windows)
 
 
-def write_partial(sink: Sink, seq: int, tokens: Sequence[int], cells: KVCells, store: Store, n_layer: int) -> None:
-    """What of a sequence cannot be rolled back by dropping cells; with caches of rows only, that is where it ended."""
-    k, _, _ = layer_table(store, n_layer)
+def write_partial(
+    sink: Sink, seq: int, tokens: Sequence[int], cells: KVCells, store: Store, n_layer: int, windows: WindowRows | None = None
+) -> None:
+    """What of a sequence cannot be rolled back by dropping cells; with rows for every cell, that is only where it ended."""
+    n = len(cells.list_of(seq))
     sink.put(struct.pack("<II", SEQUENCE_MAGIC, SEQUENCE_VERSION))
     _tokens(sink, tokens)
-    sink.put(struct.pack("<IiI", PARTIAL_MARKER, cells.pos_max(seq), len(cells.list_of(seq))))
-    sink.put(struct.pack("<IIII", v_state(store), len(k), 0, 0))
+    sink.put(struct.pack("<IiI", PARTIAL_MARKER, cells.pos_max(seq), n) + _compacted(windows, n))
+    if windows is not None:
+        _layers(sink, store, n_layer, None, windows)
+    else:
+        sink.put(struct.pack("<IIII", v_state(store), len(layer_table(store, n_layer)[0]), 0, 0))
+
+
+def _compacted(windows: WindowRows | None, n_cells: int) -> bytes:
+    if windows is None:
+        return b""
+    live = len(windows.live())
+    return struct.pack("<IIIiI", COMPACT_MARKER, windows.rows, live, n_cells - live, live)
 
 
 def _tokens(sink: Sink, tokens: Sequence[int]) -> None:
@@ -128,18 +149,21 @@ def _cells_with_ids(cells: KVCells, used: np.ndarray) -> bytes:
     return flat.tobytes()
 
 
-def _layers(sink: Sink, store: Store, n_layer: int, cells: np.ndarray) -> None:
+def _layers(sink: Sink, store: Store, n_layer: int, cells: np.ndarray | None, windows: WindowRows | None = None) -> None:
+    """All layers' rows of ``cells``; with None, those of compacted caches only."""
     k, v, indexers = layer_table(store, n_layer)
     presence = v_state(store)
     sink.put(struct.pack("<II", presence, len(k)))
     for cache in [*k, *([] if presence == V_ABSENT else v)]:
-        if cache is None:
+        where = windows.live() if windows is not None and cache is not None and cache.window else cells
+        if cache is None or where is None:
             sink.put(struct.pack("<iQ", -1, 0))
         else:
+            _rows(sink, store.rows(cache.name), where)
+    sink.put(struct.pack("<II", 0, 1 if indexers and cells is not None else 0))
+    if cells is not None:
+        for cache in indexers:
             _rows(sink, store.rows(cache.name), cells)
-    sink.put(struct.pack("<II", 0, 1 if indexers else 0))
-    for cache in indexers:
-        _rows(sink, store.rows(cache.name), cells)
 
 
 def _rows(sink: Sink, rows: CacheRows, cells: np.ndarray) -> None:

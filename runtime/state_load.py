@@ -19,6 +19,7 @@ from .errors import RuntimeRefusal
 from .kvcells import KVCells
 from .rows import CacheRows, Store, chunks, head_split
 from .state_io import Source
+from .windows import WindowRows
 
 _MORE_SEQUENCES = "open the session with a larger n_seq_max"
 _TYPE_NAMES = {info.id: info.name for info in TYPES.values()}
@@ -26,17 +27,20 @@ _TYPE_NAMES = {info.id: info.name for info in TYPES.values()}
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one cache in the blob: the byte offset of each part's payload, and the bytes each part has of a row."""
+    """Rows of one cache in the blob: the byte offset of each part's payload, and the bytes each part has of a row. ``window``: the rows of
+    a compacted cache.
+    """
 
     cache: str
     offsets: list[int]
     widths: list[int]
+    window: bool = False
 
 
 @dataclass
 class Blob:
     """A checked blob. ``pos`` i32 [n] in saved order; ``ids`` the sequences of each cell (whole context only); ``last`` >= -1 for a partial
-    blob: the position its sequence ended at, with ``n_cells`` cells.
+    blob: the position its sequence ended at, with ``n_cells`` cells. ``live``: rows of compacted caches.
     """
 
     tokens: list[int]
@@ -46,13 +50,14 @@ class Blob:
     partial: bool = False
     last: int = -1
     n_cells: int = 0
+    live: int = 0
 
 
 class _Reader:
     """Walks one blob against a destination; refusals name both sides of what differs."""
 
-    def __init__(self, source: Source, cells: KVCells, store: Store, n_layer: int) -> None:
-        self.source, self.cells, self.store, self.n_layer = source, cells, store, n_layer
+    def __init__(self, source: Source, cells: KVCells, store: Store, n_layer: int, windows: WindowRows | None = None) -> None:
+        self.source, self.cells, self.store, self.n_layer, self.windows = source, cells, store, n_layer, windows
 
     def differs(self, what: str, have: object, want: object, remedy: str = "restore it where it was saved") -> RuntimeRefusal:
         return RuntimeRefusal(f"{self.source.name} does not fit: {what} is {have} in the saved state and {want} here; {remedy}")
@@ -124,26 +129,53 @@ class _Reader:
             raise self.differs("the number of layers", layers, len(k))
         return [*k, *([] if want == state.V_ABSENT else v)]
 
-    def sections(self, n: int) -> list[Section]:
+    def compacted(self, marker: int) -> int:
+        """Live rows of compacted caches, whose marker has just been read."""
+        have, want = (["for every cell", "for windows"][x] for x in (marker == state.COMPACT_MARKER, self.windows is not None))
+        if have != want:
+            raise self.differs("the number of rows", have, want, "open the session with the same compact_windows")
+        if self.windows is None:
+            return 0
+        rows, live = self.source.u32("the rows of window caches"), self.source.u32("their live rows")
+        if rows != self.windows.rows:
+            raise self.differs("the number of rows of window caches", rows, self.windows.rows, "use the same n_ctx and n_ubatch")
+        self._gone, head = self.source.i32("the cells without a row"), self.source.u32("the next row")
+        if live > rows or head != live:
+            raise RuntimeRefusal(f"{self.source.name}: {live} live rows of {rows}, the next is {head}; the state is damaged, save it again")
+        return live
+
+    def check_live(self, live: int, n: int) -> None:
+        if self.windows is not None and (self._gone < 0 or self._gone + live != n or live < min(n, self.windows.window)):
+            raise RuntimeRefusal(
+                f"{self.source.name}: {live} cells with a window row and {self._gone} without one cannot be {n} cells; the state is "
+                "damaged, save it again"
+            )
+
+    def sections(self, n: int | None, live: int = 0) -> list[Section]:
+        """Where the rows of ``n`` cells lie, None for a partial blob, which has rows of compacted caches only."""
         found: list[Section] = []
         caches = self.presence()
         layers = len(state.layer_table(self.store, self.n_layer)[0])
         for index, cache in enumerate(caches):
             where = f"{'V' if index >= layers else 'K'} of layer {index % layers}"
-            found.extend(self._section(cache, where, n))
+            small = self.windows is not None and cache is not None and cache.window > 0
+            rows = live if small else n
+            if rows is None:
+                cache, rows = None, 0
+            found.extend(self._section(cache, where, rows, small))
         self.tail(n, found)
         return found
 
-    def tail(self, n: int, found: list[Section] | None) -> None:
-        """Recurrent and indexer sections and the end; ``found`` None where rows are not in the blob."""
+    def tail(self, n: int | None, found: list[Section]) -> None:
+        """Recurrent and indexer sections and the end; ``n`` None where rows are not in the blob."""
         _, _, indexers = state.layer_table(self.store, self.n_layer)
         recurrent = self.source.u32("the recurrent marker")
         if recurrent:
             raise self.differs("recurrent state", "there", "absent")
-        marker, want = self.source.u32("the indexer marker"), int(bool(indexers) and found is not None)
+        marker, want = self.source.u32("the indexer marker"), int(bool(indexers) and n is not None)
         if marker != want:
             raise self.differs("the indexer marker", marker, want)
-        if found is not None:
+        if n is not None:
             for cache in indexers:
                 found.extend(self._section(cache, f"indexer keys of layer {cache.layer}", n))
         if self.source.at != self.source.size:
@@ -152,7 +184,7 @@ class _Reader:
                 "something this version does not know"
             )
 
-    def _section(self, cache: fmt.Cache | None, where: str, n: int) -> list[Section]:
+    def _section(self, cache: fmt.Cache | None, where: str, n: int, window: bool = False) -> list[Section]:
         kind, row = self.source.i32(f"the type of {where}"), self.source.u64(f"the row size of {where}")
         split = kind & state.SPLIT_FLAG if kind >= 0 else 0
         here = "absent" if cache is None else cache.dtype
@@ -172,7 +204,7 @@ class _Reader:
             except RuntimeRefusal as why:
                 raise self.differs(f"the split of {where}", f"{heads} heads", self.store.rows(cache.name).split, str(why)) from None
         offsets = [self.source.skip(width * n, f"the rows of {where}") for width in widths]
-        return [Section(cache.name, offsets, widths)]
+        return [Section(cache.name, offsets, widths, window)]
 
 
 def parse_session(source: Source, arch: str, cells: KVCells, store: Store, n_layer: int) -> Blob:
@@ -184,31 +216,42 @@ def parse_session(source: Source, arch: str, cells: KVCells, store: Store, n_lay
     return Blob(tokens, pos, ids, reader.sections(len(pos)))
 
 
-def parse_sequence(source: Source, cells: KVCells, store: Store, n_layer: int, partial: bool = False) -> Blob:
+def parse_sequence(
+    source: Source, cells: KVCells, store: Store, n_layer: int, partial: bool = False, windows: WindowRows | None = None
+) -> Blob:
     """Check a sequence's blob against the destination; ``partial`` says which of the two kinds is expected."""
-    reader = _Reader(source, cells, store, n_layer)
+    reader = _Reader(source, cells, store, n_layer, windows)
     tokens = reader.head(state.SEQUENCE_MAGIC, state.SEQUENCE_VERSION, "one sequence")
     count = source.u32("the number of cells")
     if (count == state.PARTIAL_MARKER) != partial:
         kinds = ("a full state", "a partial state")
         raise RuntimeRefusal(f"{source.name} holds {kinds[not partial]}, not {kinds[partial]}; load it with partial={not partial}")
     if not partial:
+        live = reader.compacted(count)
+        if windows is not None:
+            count = source.u32("the number of cells")
+        reader.check_live(live, count)
         pos, _ = reader.cell_table(count, sequence=True)
-        return Blob(tokens, pos, None, reader.sections(len(pos)))
+        return Blob(tokens, pos, None, reader.sections(len(pos), live), live=live)
     last, n = source.i32("the last position"), source.u32("the number of cells")
-    reader.presence()
-    reader.tail(0, None)
-    return Blob(tokens, partial=True, last=last, n_cells=n)
+    if windows is None:
+        reader.presence()
+        reader.tail(None, [])
+        return Blob(tokens, partial=True, last=last, n_cells=n)
+    live = reader.compacted(source.u32("the marker of window caches"))
+    reader.check_live(live, n)
+    return Blob(tokens, sections=reader.sections(None, live), partial=True, last=last, n_cells=n, live=live)
 
 
-def restore(source: Source, blob: Blob, where: np.ndarray, store: Store) -> None:
-    """Copy the rows of a checked blob to the cells ``where`` i32 [n], in saved order.
+def restore(source: Source, blob: Blob, where: np.ndarray, store: Store, rows_of_windows: np.ndarray | None = None) -> None:
+    """Copy the rows of a checked blob to the cells ``where`` i32 [n], in saved order, and those of compacted caches to their rows.
 
     Parts of the blob are joined into full rows and cut again as the destination keeps them, so a state saved from split layers fits any
     split, and none.
     """
     for section in blob.sections:
         rows: CacheRows = store.rows(section.cache)
-        for a, b in chunks(len(where), rows.row_bytes):
+        place = rows_of_windows if section.window and rows_of_windows is not None else where
+        for a, b in chunks(len(place), rows.row_bytes):
             pieces = [source.rows_at(at + a * width, b - a, width) for at, width in zip(section.offsets, section.widths)]
-            rows.write(where[a:b], pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1))
+            rows.write(place[a:b], pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1))
