@@ -1,7 +1,7 @@
 """How an artifact describes its GPU code: the one definition of the key ``ggufc.cuda``.
 
-A fat artifact is a CPU artifact with PTX beside the native image: tensors ``ggufc.ptx.<architecture>`` (I8, text) and this description. Launches, slots
-and weights are shared with the CPU; a launch of kernel i runs the entries of ``kernels[i]``.
+A fat artifact is a CPU artifact with PTX beside the native image: tensors ``ggufc.ptx.<architecture>`` (I8, text) and this description.
+Launches, slots and weights are shared with the CPU; a launch of kernel i runs the entries of ``kernels[i]``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
     """The entries that together do what one CPU kernel does, in order.
 
-    With ``extra_bytes`` they share extra memory of that many bytes per token and per ``extra_div`` entries of the cell list, and run over slices of the
-    tokens so that it stays within the runtime's budget.
+    With ``extra_bytes`` they share extra memory of that many bytes per token and per ``extra_div`` entries of the cell list, and run over
+    slices of the tokens so that it stays within the runtime's budget.
     """
 
     signature: str
@@ -52,7 +52,9 @@ class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CudaManifest(msgspec.Struct, frozen=True):
-    """GPU code of an artifact: ``targets`` in ascending order, ``kernels`` in the order of the CPU manifest, PTX versions (80 for 8.0) and digests."""
+    """GPU code of an artifact: ``targets`` in ascending order, ``kernels`` in the order of the CPU manifest, PTX versions (80 for 8.0) and
+    digests.
+    """
 
     targets: list[str]
     ptx_versions: list[int]

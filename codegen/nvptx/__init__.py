@@ -1,7 +1,8 @@
 """GPU code: the kernels of a schedule as PTX, through LLVM's NVPTX back end.
 
-``target`` architectures; ``emitter`` the shared emitter with threads for lanes; ``entry`` a PTX function and its geometry; ``products``, ``product_tiles``,
-``rows``, ``attention``, ``choosing`` the forms that differ from the CPU's; ``forms`` the table of all forms and ``emit_ptx``; ``ptx`` LLVM modules to text.
+``target`` architectures; ``emitter`` the shared emitter with threads for lanes; ``entry`` a PTX function and its geometry; ``products``,
+``product_tiles``, ``rows``, ``attention``, ``choosing`` the forms that differ from the CPU's; ``forms`` the table of all forms and
+``emit_ptx``; ``ptx`` LLVM modules to text.
 """
 
 from ggufc.codegen.nvptx.forms import describe, emit_all, emit_ptx, form_of, manifest

@@ -1,9 +1,10 @@
 """Attention on a GPU: the cell list in splits of 128 entries counted from entry 0, merged in ascending order.
 
 ``_split``: a block takes (token, query heads of one KV head, split). A thread computes the scores of one entry, one fused chain over the
-head's values; the maximum and the sum of e^(s - max) go over the block in a fixed order; then a thread adds up one value column over the entries in ascending
-order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the head's sink. Splits no visible entry lies in are neither written nor read, entries
-outside the token's range add exact zeros, so a result depends on the token's visible entries and their places in the list alone.
+head's values; the maximum and the sum of e^(s - max) go over the block in a fixed order; then a thread adds up one value column over the
+entries in ascending order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the head's sink. Splits
+no visible entry lies in are neither written nor read, entries outside the token's range add exact zeros, so a result depends on the token's
+visible entries and their places in the list alone.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Valu
 
 def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list[Var]) -> None:
     """Chains over the head's values in ascending order, eight 16-bit values per load where rows allow."""
-    b, d = e.b, spec.d
+    d = spec.d
     wide = 8 if spec.type_k in ("f16", "bf16") and d % 8 == 0 else 1
     with e.for_range(0, d, wide, name="value") as i:
         if wide > 1:

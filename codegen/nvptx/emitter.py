@@ -5,8 +5,8 @@ A kernel is
     kernel(arg 0, ..., arg n-1, params, extra, first, tiles)
 
 with 64-bit words: the arguments of the schedule, the device address of the graph's symbols, the address of extra device memory (attention's
-partial results), the first token of a slice (attention again; 0 elsewhere) and the number of tiles. Blocks are one-dimensional and each takes
-tiles ``ctaid, ctaid + nctaid, ...``, so a grid of any size computes all tiles and no limit of the hardware can be exceeded.
+partial results), the first token of a slice (attention again; 0 elsewhere) and the number of tiles. Blocks are one-dimensional and each
+takes tiles ``ctaid, ctaid + nctaid, ...``, so a grid of any size computes all tiles and no limit of the hardware can be exceeded.
 
 A block consists of *groups* of ``group`` threads (a warp, or the whole block). Kernels written for CPU vectors give each group a row
 (``for_groups``) and each thread of it every ``group``-th value (``for_lanes``); ``reduce`` adds up a group in a fixed order.
@@ -285,9 +285,7 @@ class PtxEmitter(Emitter):
         nibbles = b.or_(x, b.lshr(x, self.i32(8)))
         low = b.and_(nibbles, self.i32(0x7777))
         upper = b.lshr(b.and_(nibbles, self.i32(0x8888)), self.i32(1))
-        return self.permute_bytes(
-            self.permute_bytes(t[0], t[1], low), self.permute_bytes(t[2], t[3], low), b.or_(upper, self.i32(0x3210))
-        )
+        return self.permute_bytes(self.permute_bytes(t[0], t[1], low), self.permute_bytes(t[2], t[3], low), b.or_(upper, self.i32(0x3210)))
 
     def vector_load(self, element: ir.Type, n: int, p: Value, align: int) -> list[Value]:
         """``n`` adjacent values by one load."""
@@ -299,5 +297,3 @@ class PtxEmitter(Emitter):
         for i, x in enumerate(values):
             v = self.b.insert_element(v, x, self.i32(i))
         self.store(v, p, align)
-
-

@@ -31,7 +31,9 @@ _BLOCK = 256
 
 
 def _shared(length: Callable[[Any], IntDim]) -> Callable[[Any], Form]:
-    """The body of the CPU kernel: short rows (up to four values per thread of a warp, or of unknown length) go to warps, longer ones to blocks."""
+    """The body of the CPU kernel: short rows (up to four values per thread of a warp, or of unknown length) go to warps, longer ones to
+    blocks.
+    """
 
     def form(spec: Any) -> Form:
         n = length(spec)

@@ -1,14 +1,15 @@
 """Integer products of many tokens: 64 weight rows by 64 tokens per block, both staged in shared memory.
 
-A stage holds four blocks of 32 columns: weights unpacked to code words, scales and minima in f32, activations as they are. A thread computes four rows (one of
-each weight group, so gate and up of a gated product meet in one thread) for four tokens. Segments follow each other with one accumulator each; see ``products``.
+A stage holds four blocks of 32 columns: weights unpacked to code words, scales and minima in f32, activations as they are. A thread
+computes four rows (one of each weight group, so gate and up of a gated product meet in one thread) for four tokens. Segments follow each
+other with one accumulator each; see ``products``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggufc.codegen.emitter import F32, I32, Value
+from ggufc.codegen.emitter import F32, I32, Value, Var
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.weights import q8_record, weight_format
@@ -29,7 +30,8 @@ _THREAD_TOKENS = 4
 class _Stage:
     """Shared memory of a stage.
 
-    Weights: words [block][word][group][16 rows], numbers likewise. Activations: [block][token] records of eight words, the scale, starts and sums.
+    Weights: words [block][word][group][16 rows], numbers likewise. Activations: [block][token] records of eight words, the scale, starts
+    and sums.
     """
 
     def __init__(self, e: PtxEmitter, spec: MatMul) -> None:
@@ -147,7 +149,7 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
                 finish(out, token, sums)
 
 
-def _multiply(e: PtxEmitter, stage: _Stage, block: Value, row: Value, column: Value, acc: Sequence[Sequence]) -> None:  # type: ignore[type-arg]
+def _multiply(e: PtxEmitter, stage: _Stage, block: Value, row: Value, column: Value, acc: Sequence[Sequence[Var]]) -> None:
     b = e.b
     tokens = [stage.get_activations(block, b.add(b.mul(column, e.i64(_THREAD_TOKENS)), e.i64(t))) for t in range(_THREAD_TOKENS)]
     for g in range(GROUPS):

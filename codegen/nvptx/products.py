@@ -1,9 +1,9 @@
 """Matrix products on a GPU, over the weight layout the CPU uses.
 
-The K columns of a row are cut into up to 16 *segments* whose number depends on the format and K alone. A segment is one chain of fused multiply-adds over
-its blocks in ascending order (the chain of ``matmul_int8``), and segments are added in ascending order. Few tokens: a block takes 16 rows, its threads are
-(row, segment), each weight is unpacked once for up to four tokens. Many tokens (``tiles``): segments run one after the other. Both add the same numbers in the
-same order, so a token's result does not depend on how many tokens there are.
+The K columns of a row are cut into up to 16 *segments* whose number depends on the format and K alone. A segment is one chain of fused
+multiply-adds over its blocks in ascending order (the chain of ``matmul_int8``), and segments are added in ascending order. Few tokens: a
+block takes 16 rows, its threads are (row, segment), each weight is unpacked once for up to four tokens. Many tokens (``tiles``): segments
+run one after the other. Both add the same numbers in the same order, so a token's result does not depend on how many tokens there are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _FLOAT_COLUMNS = 32
 
 @dataclass(frozen=True)
 class Segments:
-    """The cut of K: ``count`` segments of ``length`` pieces each (the last may be shorter or empty); a piece is a chunk, or 32 columns of floats."""
+    """The cut of K: ``count`` segments of ``length`` pieces each (the last may be shorter or empty); a piece is a chunk, or 32 columns of
+    floats.
+    """
 
     pieces: int
     count: int
@@ -248,7 +250,9 @@ def matmul(spec: MatMul) -> Form:
         if fixed and not (low <= fixed and (not high or fixed <= high)):
             continue
         sym = "" if fixed else spec.rows
-        entry = Entry(name + suffix, block, _vector_body(spec, tokens), grid=rows_factor(spec.rows, tokens, units), sym=sym, low=low, high=high)
+        entry = Entry(
+            name + suffix, block, _vector_body(spec, tokens), grid=rows_factor(spec.rows, tokens, units), sym=sym, low=low, high=high
+        )
         found.append(entry)
     if not floats and (not fixed or fixed >= TILE_FROM):
         found.append(tile_entry(spec))

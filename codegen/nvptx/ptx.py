@@ -55,7 +55,8 @@ def optimise(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> An
 
 def _with_attributes(text: str, blocks: dict[str, int]) -> str:
     """Attach what llvmlite cannot express: the launch bound of every kernel."""
-    lines, groups = [], []
+    lines: list[str] = []
+    groups: list[str] = []
     for line in text.splitlines():
         if line.startswith("define "):
             name = line.split("@", 1)[1].split("(", 1)[0].strip('"')

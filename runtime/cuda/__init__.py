@@ -3,8 +3,8 @@
     from ggufc.runtime.cuda import on_device, open_device
     with open_device() as device, Session("model.ggufc", executor=on_device(device)) as s: ...
 
-``device`` is the interface a GPU is used through, ``pycuda_device`` its implementation (pycuda is imported when a device is opened, never before),
-``code`` reads an artifact's PTX, ``caches`` holds the KV caches, ``executor`` runs programs.
+``device`` is the interface a GPU is used through, ``pycuda_device`` its implementation (pycuda is imported when a device is opened, never
+before), ``code`` reads an artifact's PTX, ``caches`` holds the KV caches, ``executor`` runs programs.
 """
 
 from __future__ import annotations

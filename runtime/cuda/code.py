@@ -26,7 +26,9 @@ def cuda_manifest(artifact: Artifact) -> fmt.CudaManifest:
     try:
         manifest = fmt.loads(text)
     except msgspec.DecodeError as error:
-        raise ArtifactError(f"{artifact.path}: the description of the GPU code does not have the expected form ({error}); {_REMEDY}") from None
+        raise ArtifactError(
+            f"{artifact.path}: the description of the GPU code does not have the expected form ({error}); {_REMEDY}"
+        ) from None
     have, want = [k.signature for k in manifest.kernels], [k.signature for k in artifact.manifest.kernels]
     if have != want or not len(manifest.targets) == len(manifest.sha256) == len(manifest.ptx_versions) > 0:
         raise ArtifactError(f"{artifact.path}: the GPU code belongs to other kernels than the CPU code; {_REMEDY}")
@@ -83,6 +85,6 @@ def load_code(artifact: Artifact, device: Device) -> LoadedCode:
         return LoadedCode(manifest.targets[i], manifest, {s: device.function(module, s) for s in sorted(symbols)})
     versions = ", ".join(f"{v // 10}.{v % 10}" for v in sorted({manifest.ptx_versions[i] for _, i in usable}))
     raise RuntimeRefusal(
-        f"{artifact.path}: the driver of {device.name} knows none of its PTX versions ({versions}); update the driver, or compile the model "
-        "with --target cuda:sm_80"
+        f"{artifact.path}: the driver of {device.name} knows none of its PTX versions ({versions}); update the driver, or compile the "
+        "model with --target cuda:sm_80"
     ) from refused

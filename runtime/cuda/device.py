@@ -11,7 +11,8 @@ from ggufc.runtime.errors import RuntimeRefusal
 
 
 class Device(Protocol):
-    """A GPU (or what stands for one). Addresses are integers; calls are in order, ``synchronize`` waits for them and reports what went wrong.
+    """A GPU (or what stands for one). Addresses are integers; calls are in order, ``synchronize`` waits for them and reports what went
+    wrong.
 
     Implementations raise RuntimeRefusal with the way out; ``load`` raises ``PtxTooNew`` where the driver does not know the PTX version.
     """

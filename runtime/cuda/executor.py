@@ -1,8 +1,8 @@
 """The executor on a GPU: the same programs, inputs and outputs as ``runtime.executor.Executor``, with memory and launches on a device.
 
-Weights go to the device once and are shared by the programs of an artifact. A micro-batch uploads its inputs and the graph's symbols, starts the entries of
-every launch in order on one stream, and fetches the outputs. Attention needs extra memory for partial results; where its budget is too small for all tokens, the
-tokens go through it in slices, which changes no bit.
+Weights go to the device once and are shared by the programs of an artifact. A micro-batch uploads its inputs and the graph's symbols,
+starts the entries of every launch in order on one stream, and fetches the outputs. Attention needs extra memory for partial results; where
+its budget is too small for all tokens, the tokens go through it in slices, which changes no bit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ggufc.formats import abi
+from ggufc.formats import abi, cuda
 from ggufc.formats import artifact as fmt
-from ggufc.formats import cuda
 from ggufc.formats.errors import ArtifactError
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.errors import RuntimeRefusal
@@ -66,8 +65,8 @@ class _NoImage:
 class CudaExecutor(Executor):
     """One program of an artifact on ``device``. Other arguments are those of ``Executor``; ``n_threads`` is accepted and means nothing.
 
-    ``progress(done, total)`` reports the upload of weights in bytes. RuntimeRefusal, before anything is allocated, if memory does not suffice. The device stays
-    the caller's: closing the executor frees its memory only.
+    ``progress(done, total)`` reports the upload of weights in bytes. RuntimeRefusal, before anything is allocated, if memory does not
+    suffice. The device stays the caller's: closing the executor frees its memory only.
     """
 
     def __init__(
@@ -169,8 +168,8 @@ class CudaExecutor(Executor):
         if needed > free:
             parts = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
             raise RuntimeRefusal(
-                f"{self._device.name} has {megabytes(free)} free, {megabytes(needed)} are needed ({parts}); use a smaller n_ctx or n_ubatch, "
-                "a smaller cache type, or run on the CPU"
+                f"{self._device.name} has {megabytes(free)} free, {megabytes(needed)} are needed ({parts}); use a smaller n_ctx or "
+                "n_ubatch, a smaller cache type, or run on the CPU"
             )
 
     def _alloc(self, size: int) -> int:
@@ -235,7 +234,9 @@ class CudaExecutor(Executor):
         for index, launch in enumerate(self.program.launches):
             kernel = self._kernel(launch.kernel)
             if len(launch.args) > kernel.n_args or any(f.sym and f.sym not in abi.PARAMS for e in kernel.entries for f in e.grid):
-                raise ArtifactError(f"{self.artifact.path}: launch {index} ({launch.node}) does not fit its GPU kernel; compile the model again")
+                raise ArtifactError(
+                    f"{self.artifact.path}: launch {index} ({launch.node}) does not fit its GPU kernel; compile the model again"
+                )
         self._bind_fixups()
 
     def rebind(self) -> None:
@@ -282,7 +283,9 @@ class CudaExecutor(Executor):
         for first in range(0, env["T"], step):
             self._entries(kernel, words, env, {**env, "T": min(step, env["T"] - first)}, first, own)
 
-    def _entries(self, kernel: cuda.CudaKernel, words: list[int], env: dict[str, int], slice_env: dict[str, int], first: int, own: int) -> None:
+    def _entries(
+        self, kernel: cuda.CudaKernel, words: list[int], env: dict[str, int], slice_env: dict[str, int], first: int, own: int
+    ) -> None:
         """Start what applies; ``slice_env`` has the tokens of the slice that begins with ``first``."""
         for entry in kernel.entries:
             if entry.sym and not (entry.low <= env[entry.sym] and (not entry.high or env[entry.sym] <= entry.high)):
@@ -304,7 +307,9 @@ class CudaExecutor(Executor):
     def output(self, name: str) -> np.ndarray:
         """f32 view of an output at the sizes of the last ``eval``, numpy order."""
         if name not in self._host_outputs:
-            raise RuntimeRefusal(f"the program {self.program.name} has no output {name!r}; it has {', '.join(self._host_outputs) or 'none'}")
+            raise RuntimeRefusal(
+                f"the program {self.program.name} has no output {name!r}; it has {', '.join(self._host_outputs) or 'none'}"
+            )
         env = dict(zip(abi.PARAMS, (int(v) for v in self.params)))
         ne = [fmt.evaluate(form, env) for form in self.program.outputs[name]]
         return self._host_outputs[name][: math.prod(ne)].reshape(ne[::-1])

@@ -44,7 +44,9 @@ class PycudaDevice:
         count = cuda.Device.count()
         if not 0 <= index < count:
             have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
-            raise RuntimeRefusal(f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}")
+            raise RuntimeRefusal(
+                f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}"
+            )
         device = cuda.Device(index)
         major, minor = device.compute_capability()
         self.name, self.capability = device.name(), 10 * major + minor
@@ -93,7 +95,9 @@ class PycudaDevice:
             return self._cuda.module_from_buffer(ptx.encode() + b"\0")
         except self._cuda.Error as error:
             if "unsupported" in str(error).lower() and "ptx" in str(error).lower():
-                raise PtxTooNew(f"the driver does not know this PTX version ({error}); update the driver, or compile for an older target") from None
+                raise PtxTooNew(
+                    f"the driver does not know this PTX version ({error}); update the driver, or compile for an older target"
+                ) from None
             raise RuntimeRefusal(f"the driver refuses the artifact's GPU code: {error}; compile the model again") from None
 
     def function(self, module: Any, symbol: str) -> Any:

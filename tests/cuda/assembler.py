@@ -46,7 +46,9 @@ def assemble(text: str, sm: str, folder: Path) -> dict[str, Usage]:
     assert tool is not None
     (folder / "k.ptx").write_text(text)
     done = subprocess.run(
-        [tool, f"-arch={sm}", "-v", "--warn-on-spills", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")], capture_output=True, text=True
+        [tool, f"-arch={sm}", "-v", "--warn-on-spills", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[:4000]
     found = {}

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from simt import GlobalMemory, Simt
 
 from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.nvptx import describe, emit_ptx
 from ggufc.formats import cuda as fmt
 from ggufc.formats.abi import PARAMS
+from simt import GlobalMemory, Simt
 
 SM = "sm_80"
 
@@ -32,7 +32,9 @@ def run(
     races: bool = True,
     **params: int,
 ) -> list[np.ndarray | None]:
-    """Launch ``spec``; arrays not in ``writes`` are read-only. ``tiles``: what the schedule gives the launch; ``slice_tokens``: attention's slices."""
+    """Launch ``spec``; arrays not in ``writes`` are read-only. ``tiles``: what the schedule gives the launch; ``slice_tokens``: attention's
+    slices.
+    """
     memory = GlobalMemory()
     gpu = Simt(ptx_of(spec), memory, races)
     args = [*args, *[None] * (len(spec.arg_names) - len(args))]

@@ -1,8 +1,9 @@
 """A SIMT interpreter for the PTX our kernels consist of.
 
-All threads of many blocks run in lockstep over numpy arrays, a register being one array. Threads that diverge run apart, lowest address first; the lanes of a warp
-meet at shuffles and warp barriers. Blocks synchronise at ``bar.sync``. What a GPU would punish is an error: accesses outside allocations or misaligned, shared memory read
-before it was written, a barrier or a shuffle that not all its threads reach, and races (``simt_memory.AccessLog``).
+All threads of many blocks run in lockstep over numpy arrays, a register being one array. Threads that diverge run apart, lowest address
+first; the lanes of a warp meet at shuffles and warp barriers. Blocks synchronise at ``bar.sync``. What a GPU would punish is an error:
+accesses outside allocations or misaligned, shared memory read before it was written, a barrier or a shuffle that not all its threads reach,
+and races (``simt_memory.AccessLog``).
 
     memory = GlobalMemory();  gpu = Simt(ptx_text, memory)
     gpu.launch("kernel", grid=8, block=128, args=[address, 3, ...])
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 import simt_ops as ops
 from simt_memory import BASE, VIEWS, AccessLog, GlobalMemory, SimtError
 from simt_parse import Function, Instruction, parse
@@ -32,7 +34,9 @@ Index = Any
 
 
 class Simt:
-    """A loaded PTX module over ``memory``. ``races`` off skips the (slower) search for races; ``limit``: instructions after which a launch is given up."""
+    """A loaded PTX module over ``memory``. ``races`` off skips the (slower) search for races; ``limit``: instructions after which a launch
+    is given up.
+    """
 
     def __init__(self, text: str, memory: GlobalMemory, races: bool = True, limit: int = 2_000_000) -> None:
         self.limit = limit
@@ -101,7 +105,15 @@ class _Run:
     """One batch of blocks."""
 
     def __init__(
-        self, gpu: Simt, program: _Program, args: Sequence[int], first: int, blocks: int, grid: int, block: int, logs: tuple[AccessLog, AccessLog]
+        self,
+        gpu: Simt,
+        program: _Program,
+        args: Sequence[int],
+        first: int,
+        blocks: int,
+        grid: int,
+        block: int,
+        logs: tuple[AccessLog, AccessLog],
     ) -> None:
         self.gpu, self.memory, self.program, self.function = gpu, gpu.memory, program, program.function
         self.args = {name: np.uint64(int(v) % (1 << 64)) for (name, _), v in zip(self.function.params, args)}
@@ -218,20 +230,22 @@ class _Run:
 
     def log(self, log: AccessLog, address: np.ndarray, size: int, idx: Index, write: bool) -> None:
         if self.gpu.races:
-            log.add(
-                address, size, self.log_thread[idx], self.global_block[idx], self.epoch[idx].copy(), self.warp_epoch[idx].copy(), write
-            )
+            log.add(address, size, self.log_thread[idx], self.global_block[idx], self.epoch[idx].copy(), self.warp_epoch[idx].copy(), write)
 
     def global_access(self, address: np.ndarray, size: int, idx: Index, write: bool) -> np.ndarray:
         """Check and log; returns byte offsets into the memory."""
         which = self.memory.which(address, size)
         if (which < 0).any():
             lane = int(np.flatnonzero(which < 0)[0])
-            raise self.fail(f"{'writes' if write else 'reads'} {size} bytes at {int(address[lane]):#x}, outside every allocation", idx, lane)
+            raise self.fail(
+                f"{'writes' if write else 'reads'} {size} bytes at {int(address[lane]):#x}, outside every allocation", idx, lane
+            )
         if (address % size).any():
             raise self.fail(f"accesses {size} bytes at a misaligned address", idx, int(np.flatnonzero(address % size)[0]))
         first = self.memory.allocations[int(which[0])]
-        read_only = first.read_only if (which == which[0]).all() else any(self.memory.allocations[int(w)].read_only for w in np.unique(which))
+        read_only = (
+            first.read_only if (which == which[0]).all() else any(self.memory.allocations[int(w)].read_only for w in np.unique(which))
+        )
         if write and read_only:
             raise self.fail("writes to read-only memory", idx)
         if not read_only or write:
@@ -314,7 +328,11 @@ class _Translator:
         if dtype in (np.float32, np.float64, np.float16):
             return np.array([value], dtype)
         bits = 8 * np.dtype(dtype).itemsize
-        return np.array([value % (1 << bits)], np.uint64).astype({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[bits // 8]).view(dtype)
+        return (
+            np.array([value % (1 << bits)], np.uint64)
+            .astype({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[bits // 8])
+            .view(dtype)
+        )
 
     def put(self, operand: str) -> Callable[[_Run, Index, Any], None]:
         """Writer of a register; narrower values are extended by their own sign."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+
 from simt import GlobalMemory, Simt
 
 

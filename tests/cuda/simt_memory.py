@@ -76,13 +76,17 @@ class GlobalMemory:
 
 @dataclass
 class AccessLog:
-    """Accesses of one launch to one memory; ``check`` finds two threads that touch a word without a barrier between, one of them writing."""
+    """Accesses of one launch to one memory; ``check`` finds two threads that touch a word without a barrier between, one of them
+    writing.
+    """
 
     kind: str
     entries: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     granule: int = 4
 
-    def add(self, address: np.ndarray, size: int, thread: np.ndarray, block: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray, write: bool) -> None:
+    def add(
+        self, address: np.ndarray, size: int, thread: np.ndarray, block: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray, write: bool
+    ) -> None:
         if size < 4:
             self.granule = 1
         self.entries.append((address, np.int64(size), thread, block, epoch, warp_epoch, np.bool_(write)))  # type: ignore[arg-type]
@@ -119,7 +123,8 @@ class AccessLog:
 
     def _message(self, word: np.ndarray, bad: np.ndarray, what: str, who: np.ndarray) -> str:
         names = sorted(set(who[bad].tolist()))[:2]
-        return f"race on {self.kind} memory at byte {int(word[bad[0]]) * self.granule:#x} between {what} (for example {names[0]} and {names[-1]})"
+        at = int(word[bad[0]]) * self.granule
+        return f"race on {self.kind} memory at byte {at:#x} between {what} (for example {names[0]} and {names[-1]})"
 
 
 def _groups_with(who: np.ndarray, write: np.ndarray, keys: tuple[np.ndarray, ...]) -> np.ndarray | None:

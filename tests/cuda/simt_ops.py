@@ -9,7 +9,8 @@ import numpy as np
 
 TYPES: dict[str, Any] = {
     "u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16, "u32": np.uint32, "s32": np.int32,
-    "b32": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f16": np.float16, "f32": np.float32, "f64": np.float64, "pred": np.bool_,
+    "b32": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f16": np.float16, "f32": np.float32, "f64": np.float64,
+    "pred": np.bool_,
 }  # fmt: skip
 SIGNED = {np.uint8: np.int8, np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}
 
@@ -42,7 +43,9 @@ def _mul_hi(a, b):  # type: ignore[no-untyped-def]
 
 
 def _mul_wide(a, b):  # type: ignore[no-untyped-def]
-    wide = {2: {True: np.int32, False: np.uint32}, 4: {True: np.int64, False: np.uint64}}[a.dtype.itemsize][np.issubdtype(a.dtype, np.signedinteger)]
+    wide = {2: {True: np.int32, False: np.uint32}, 4: {True: np.int64, False: np.uint64}}[a.dtype.itemsize][
+        np.issubdtype(a.dtype, np.signedinteger)
+    ]
     return a.astype(wide) * b.astype(wide)
 
 
@@ -96,10 +99,22 @@ def permute(a, b, selector):  # type: ignore[no-untyped-def]
 
 
 BINARY: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "mul.lo": np.multiply, "mul.hi": _mul_hi, "mul.wide": _mul_wide, "div": _c_divide,
-    "rem": _remainder, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "shl": _shift(True), "shr": _shift(False),
-}  # fmt: skip
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "mul.lo": np.multiply,
+    "mul.hi": _mul_hi,
+    "mul.wide": _mul_wide,
+    "div": _c_divide,
+    "rem": _remainder,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "shl": _shift(True),
+    "shr": _shift(False),
+}
 FLOAT_BINARY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.fmin, "max": np.fmax,
     "copysign": lambda a, b: np.copysign(b, a),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_harness import run
 from ggufc.codegen.kernels.attention_cpu import FlashAttn
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
+from gpu_harness import run
 
 SPECS = [
     FlashAttn(64, 64, 6, 2, "f16", "f16", 0.125),

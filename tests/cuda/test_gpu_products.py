@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpu_harness import run
 from ggufc.codegen.kernels import matmul as cpu
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.weights import activation_mode, known_formats, weight_format
 from ggufc.codegen.weights.floats import FloatFormat
+from gpu_harness import run
 from products import kernel_name, packed, product, records, weight_rows
 
 TYPES = [t for t in known_formats() if kernel_name(t) == t]
@@ -75,7 +75,11 @@ def test_epilogues(epilogue, tokens):
     if glu:
         groups = want.reshape(tokens, -1, 2, 16)
         gate, up = groups[:, :, 0].reshape(tokens, -1), groups[:, :, 1].reshape(tokens, -1)
-        act = gate / (1 + np.exp(-gate)) if epilogue == "silu_glu" else 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        act = (
+            gate / (1 + np.exp(-gate))
+            if epilogue == "silu_glu"
+            else 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        )
         want = act * up
     else:
         want = want + bias + (0 if residual is None else residual)

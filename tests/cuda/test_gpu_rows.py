@@ -1,11 +1,12 @@
-"""Kernels over rows on the GPU form: rounding of activations, look-ups, rotation, cache stores, norms and the pointwise kernels both targets share."""
+"""Kernels over rows on the GPU form: rounding of activations, look-ups, rotation, cache stores, norms and the pointwise kernels both
+targets share.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gpu_harness import run
 from ggufc.codegen.kernels.cache import StoreRows, row_bytes
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
@@ -20,6 +21,7 @@ from ggufc.codegen.weights import q8_record
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
 from ggufc.ir.dims import Dim
+from gpu_harness import run
 from harness import run as run_on_cpu
 from harness import runnable_targets
 from products import packed, records, weight_rows, weight_values
@@ -96,7 +98,9 @@ def test_rope_table():
     factors = RNG.uniform(1, 4, 9).astype(np.float32)
     got = run(RopeTable(18, 10000.0), [positions, None, np.zeros((4, 18), np.float32)], [2], 4)[2]
     assert np.abs(got - table_of(18, positions)).max() < 2e-7
-    scaled = run(RopeTable(18, 1e6, 0.5, attn_factor=1.5, freq_factors=True), [positions, factors, np.zeros((4, 18), np.float32)], [2], 4)[2]
+    scaled = run(RopeTable(18, 1e6, 0.5, attn_factor=1.5, freq_factors=True), [positions, factors, np.zeros((4, 18), np.float32)], [2], 4)[
+        2
+    ]
     angle = positions[:, None] * (0.5 * 1e6 ** (-2.0 * np.arange(9) / 18)) / factors
     assert np.abs(scaled[:, ::2] - 1.5 * np.cos(angle)).max() < 3e-7
 

@@ -34,18 +34,36 @@ SHARED_BYTES = 48 << 10
 T = Dim((((("T",)), 1),))
 ROWS = contiguous("f32", (4096, T))
 CATALOGUE = [
-    MatMul("q4_k", 4096, 6144, "none", False, "T"), MatMul("q4_k", 4096, 28672, "silu_glu", False, "T"), MatMul("q6_k", 14336, 4096, "add", True, "T"),
+    MatMul("q4_k", 4096, 6144, "none", False, "T"),
+    MatMul("q4_k", 4096, 28672, "silu_glu", False, "T"),
+    MatMul("q6_k", 14336, 4096, "add", True, "T"),
     MatMul("q8_0", 4096, 128256, "none", False, "O"),
-    MatMul("f16", 4096, 4096, "gelu_glu", False, "T"), MatMulId("q4_k", 2048, 768, 128, 8, True), Quantize(4096, "q8_2", True, 1e-5),
-    Quantize(14336, "q8_k", False, 0.0), GetRows("q4_k", 4096), RopeTable(128, 500000.0, freq_factors=True), RopeApply(128, 32, 128, "norm"),
-    RopeApply(128, 8, 128, "neox", norm=True, eps=1e-6, store=True, to="q8_0"), StoreRows(1024, "f16"), StoreRows(1024, "q4_0"),
-    FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088), FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
-    FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True), FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
-    RmsNorm(4096, 1e-5, True, True), Norm(2048, 1e-5), Elementwise(("mul", ("gelu", 0), 1), ROWS, (ROWS, ROWS)), Copy(ROWS, contiguous("f16", (4096, T))),
-    GetRowsPlain(ROWS, contiguous("i32", (T,)), ROWS), SoftMax(contiguous("f32", (128, T)), contiguous("f32", (128, T))),
-    SumRows(contiguous("f32", (8, T)), contiguous("f32", (1, T))), TopK(contiguous("f32", (128, T)), 8), TopK(contiguous("f32", (4000, T)), 40),
-    KqMask(Dim((((("KV",)), 1),))), StridedMatMul(contiguous("f32", (128, 64, 8)), contiguous("f32", (128, T, 32)), contiguous("f32", (64, T, 32))),
-]  # fmt: skip
+    MatMul("f16", 4096, 4096, "gelu_glu", False, "T"),
+    MatMulId("q4_k", 2048, 768, 128, 8, True),
+    Quantize(4096, "q8_2", True, 1e-5),
+    Quantize(14336, "q8_k", False, 0.0),
+    GetRows("q4_k", 4096),
+    RopeTable(128, 500000.0, freq_factors=True),
+    RopeApply(128, 32, 128, "norm"),
+    RopeApply(128, 8, 128, "neox", norm=True, eps=1e-6, store=True, to="q8_0"),
+    StoreRows(1024, "f16"),
+    StoreRows(1024, "q4_0"),
+    FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088),
+    FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
+    FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True),
+    FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
+    RmsNorm(4096, 1e-5, True, True),
+    Norm(2048, 1e-5),
+    Elementwise(("mul", ("gelu", 0), 1), ROWS, (ROWS, ROWS)),
+    Copy(ROWS, contiguous("f16", (4096, T))),
+    GetRowsPlain(ROWS, contiguous("i32", (T,)), ROWS),
+    SoftMax(contiguous("f32", (128, T)), contiguous("f32", (128, T))),
+    SumRows(contiguous("f32", (8, T)), contiguous("f32", (1, T))),
+    TopK(contiguous("f32", (128, T)), 8),
+    TopK(contiguous("f32", (4000, T)), 40),
+    KqMask(Dim((((("KV",)), 1),))),
+    StridedMatMul(contiguous("f32", (128, 64, 8)), contiguous("f32", (128, T, 32)), contiguous("f32", (64, T, 32))),
+]
 
 needs_ptxas = pytest.mark.skipif(assembler.find() is None, reason="no ptxas: install the CUDA toolkit or the package nvidia-cuda-nvcc")
 

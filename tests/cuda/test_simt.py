@@ -6,12 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from simt import GlobalMemory, Simt, SimtError
 
-from gpu_harness import ptx_of, run
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.rowwise import RmsNorm
+from gpu_harness import ptx_of, run
 from products import packed, product, records, weight_rows
+from simt import GlobalMemory, Simt, SimtError
 
 HEAD = """
 .version 7.0
@@ -177,7 +177,7 @@ def test_a_planted_race_in_a_kernel_is_found():
     first = text.index("bar.sync")
     planted = text[:first] + text[first:].replace("bar.sync \t0;", "", 1)
     assert planted != text
-    with pytest.raises(SimtError, match="never written|race on shared memory"):
+    with pytest.raises(SimtError, match=r"never written|race on shared memory"):
         launch(planted, spec)
 
 

@@ -1,0 +1,276 @@
+"""The CUDA executor on the SIMT interpreter: a whole model end to end, and every way it can refuse."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggufc.codegen.child import compile_here
+from ggufc.codegen.options import CompileOptions
+from ggufc.formats import cuda as fmt
+from ggufc.formats.errors import ArtifactError
+from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.cuda import CudaExecutor, device_names, on_device, open_device
+from ggufc.runtime.cuda.code import cuda_manifest, load_code
+from ggufc.runtime.cuda.device import PtxTooNew
+from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.logits import run_case, session_options
+from ggufc.runtime.session import Session
+from simt_device import SimtDevice
+from support import golden_cases
+
+DEVICE_FACTOR = 3
+"""S75: how much wider than the CPU's the tolerance is."""
+
+
+@dataclass
+class Compiled:
+    case: Path
+    spec: dict
+    path: Path
+
+    def run(self, **session) -> dict[str, np.ndarray]:
+        return run_case(lambda o: Session(self.path, **{**session_options(o), **session}), self.spec, self.case)
+
+
+def compiled(name: str, folder: Path, targets: tuple[str, ...]) -> Compiled:
+    (case,) = golden_cases(name)
+    spec = json.loads((case / "case.json").read_text())
+    cache = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
+    path = folder / f"{name}.ggufc"
+    compile_here(case / "model.gguf", path, CompileOptions(jobs=1, cuda=targets, **cache))
+    return Compiled(case, spec, path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Compiled:
+    return compiled("llama-gqa-tied", tmp_path_factory.mktemp("fat"), ("sm_80", "sm_90"))
+
+
+def check_golden(model: Compiled, results: dict[str, np.ndarray]) -> None:
+    spec = model.spec
+    for step in spec["steps"]:
+        if "name" in step:
+            want = np.load(model.case / f"{step['name']}.npy")
+            excess = np.abs(results[step["name"]] - want) - DEVICE_FACTOR * spec["rtol"] * np.abs(want)
+            assert excess.max() <= DEVICE_FACTOR * spec["atol"], step["name"]
+
+
+# -- end to end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_equals_its_golden(model):
+    """S75: every step of the case, races and bounds watched; memory is given back."""
+    device = SimtDevice()
+    results = model.run(executor=on_device(device))
+    check_golden(model, results)
+    assert device.launches > 100 and not device.allocated
+    assert device.largest_grid <= fmt.MAX_GRID  # S73
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3-7", "llama-moe", "quant-q4_k", "llama-fa-q8", "llama-cacheops", "qwen3moe-a"])
+def test_more_models(name, tmp_path):
+    """S75 for windows and head norms, experts, integer products, block caches, sequence operations."""
+    if not golden_cases(name):
+        pytest.skip(f"the golden case {name} is not here")
+    model = compiled(name, tmp_path, ("sm_80",))
+    check_golden(model, model.run(executor=on_device(SimtDevice(races=False))))
+
+
+def test_bits_do_not_depend_on_the_batch(model):
+    """S65 on the device: one token at a time, in pieces, at once; state taken out and put back."""
+    tokens = [5, 17, 200, 31, 7, 7, 90, 12]
+    device = SimtDevice(races=False)
+
+    def logits(cuts: list[int]) -> np.ndarray:
+        with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+            return np.concatenate([s.decode(part, logits="all") for part in np.split(np.array(tokens), cuts)])
+
+    whole = logits([])
+    assert logits([1, 2, 6]).tobytes() == whole.tobytes()
+    with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+        s.decode(tokens[:5], logits="none")
+        rows = s.executor.caches.rows("blk.0.k")
+        cells = np.array([0, 1, 2, 4], np.int32)
+        kept = rows.read(cells).copy()
+        s.executor.caches.clear()
+        assert not rows.read(cells).any()
+    with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+        s.decode(tokens[:5], logits="none")
+        rows = s.executor.caches.rows("blk.0.k")
+        assert rows.read(cells).tobytes() == kept.tobytes() and kept.any()
+        rows.write(cells, kept)
+        assert s.decode(tokens[5:], logits="all").tobytes() == whole[5:].tobytes()
+
+
+def test_profile(model):
+    with Session(model.path, n_ctx=256, profile=True, executor=on_device(SimtDevice(races=False))) as s:
+        s.decode([1, 2])
+        times = s.executor.profile()
+        assert len(times) == len(s.executor.program.launches) and (times >= 0).all() and times.sum() > 0
+
+
+# -- choosing code, refusing -----------------------------------------------------------------------------------------
+
+
+def test_the_newest_code_a_device_can_run_is_chosen(model):
+    with Artifact.open(model.path) as artifact:
+        assert [load_code(artifact, SimtDevice(capability)).target for capability in (80, 89, 90, 120)] == [
+            "sm_80",
+            "sm_80",
+            "sm_90",
+            "sm_90",
+        ]
+        with pytest.raises(RuntimeRefusal, match=r"its GPU code is for sm_80, sm_90, .* is sm_75; compile"):
+            load_code(artifact, SimtDevice(75))
+
+
+def test_a_driver_that_is_too_old(model):
+    """The older code is taken where the newer is not understood; where neither is, the versions are named."""
+
+    class Old(SimtDevice):
+        newest = "7.0"
+
+        def load(self, ptx):
+            if f".version {self.newest}" not in ptx:
+                raise PtxTooNew("unsupported PTX version")
+            return super().load(ptx)
+
+    with Artifact.open(model.path) as artifact:
+        assert load_code(artifact, Old()).target == "sm_80"
+        Old.newest = "6.0"
+        with pytest.raises(RuntimeRefusal, match=r"knows none of its PTX versions \(7\.0, 7\.8\); update the driver"):
+            load_code(artifact, Old())
+
+
+def test_too_little_memory_is_refused_with_the_sum(model):
+    device = SimtDevice(free=1 << 20)
+    with pytest.raises(RuntimeRefusal, match=r"1 MiB free, \d+ MiB are needed \(weights .* caches .* attention .*smaller n_ctx"):
+        Session(model.path, executor=on_device(device))
+    assert not device.allocated
+
+
+def changed(artifact: Artifact, **metadata) -> types.SimpleNamespace:
+    """The artifact with other text under the key of its GPU code."""
+    return types.SimpleNamespace(metadata=metadata, manifest=artifact.manifest, path=artifact.path, file=artifact.file)
+
+
+def test_an_artifact_without_gpu_code(model):
+    with (
+        Artifact.open(model.path) as artifact,
+        pytest.raises(RuntimeRefusal, match="holds no GPU code; compile the model with --target cuda"),
+    ):
+        load_code(changed(artifact), SimtDevice())
+
+
+def test_damaged_gpu_code_is_refused(model, tmp_path):
+    raw = bytearray(model.path.read_bytes())
+    at = raw.index(b".target sm_90")
+    raw[at + 8 : at + 13] = b"sm_89"
+    damaged = tmp_path / "damaged.ggufc"
+    damaged.write_bytes(raw)
+    with Artifact.open(damaged) as artifact, pytest.raises(ArtifactError, match="does not match its digest"):
+        load_code(artifact, SimtDevice())
+    with Artifact.open(model.path) as artifact:
+        text = artifact.metadata[fmt.KEY]
+        for bad, why in [
+            (text.replace("rms_norm(", "rms_worm(", 1), "belongs to other kernels"), (text[:-1], "does not have the expected form"),
+            (text.replace('"block":', '"block":9999', 1), "is malformed"),
+        ]:  # fmt: skip
+            with pytest.raises(ArtifactError, match=why):
+                cuda_manifest(changed(artifact, **{fmt.KEY: bad}))
+
+
+def test_sizes_and_closed_sessions(model):
+    with Artifact.open(model.path) as artifact:
+        executor = CudaExecutor(artifact, n_ctx=256, n_ubatch=4, device=SimtDevice())
+        with pytest.raises(RuntimeRefusal, match="exceeds what was allocated"):
+            executor.eval(5, 1, 5, 256)
+        with pytest.raises(RuntimeRefusal, match="has no output 'nothing'"):
+            executor.output("nothing")
+        executor.close()
+        executor.close()
+        with pytest.raises(RuntimeRefusal, match="closed"):
+            executor.eval(1, 1, 1, 256)
+        with pytest.raises(RuntimeRefusal, match="needs a device"):
+            CudaExecutor(artifact)
+
+
+# -- machines without CUDA -------------------------------------------------------------------------------------------
+
+
+def test_cpu_sessions_ignore_gpu_code(model):
+    """S155: the same file gives the CPU's bits with and without GPU code in it."""
+    check_golden(model, model.run())
+
+
+def test_nothing_imports_a_cuda_package():
+    """S76: the package, its CUDA room included, imports where every CUDA package is missing."""
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('pycuda', 'cuda', 'cupy', 'numba'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import ggufc, ggufc.runtime, ggufc.runtime.session, ggufc.runtime.cuda, ggufc.codegen.nvptx\n"
+        "assert not any(m.split('.')[0] == 'pycuda' for m in sys.modules)\n"
+        "from ggufc.runtime.errors import RuntimeRefusal\n"
+        "try: ggufc.runtime.cuda.device_names()\n"
+        "except RuntimeRefusal as e: print(e)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the package pycuda is missing" in done.stdout and "pip install 'ggufc[cuda]'" in done.stdout
+
+
+def fake_pycuda(monkeypatch, **parts) -> None:
+    class Error(Exception):
+        pass
+
+    driver = types.ModuleType("pycuda.driver")
+    driver.Error, driver.MemoryError, driver.init = Error, type("MemoryError", (Error,), {}), lambda: None
+    driver.Device = type("Device", (), {"count": staticmethod(lambda: 0)})
+    for name, value in parts.items():
+        setattr(driver, name, value(driver) if callable(value) else value)
+    package = types.ModuleType("pycuda")
+    package.driver = driver
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
+
+
+def test_no_driver_and_no_device(monkeypatch):
+    def broken(driver):
+        def init():
+            raise driver.Error("cuInit failed: no CUDA-capable device is detected")
+
+        return init
+
+    fake_pycuda(monkeypatch, init=broken)
+    with pytest.raises(RuntimeRefusal, match=r"the driver does not start \(cuInit failed.*nvidia-smi"):
+        device_names()
+    fake_pycuda(monkeypatch)
+    with pytest.raises(RuntimeRefusal, match=r"device 0 does not exist: no CUDA device is visible"), open_device():
+        pass
+    assert device_names() == []
+
+
+def test_a_missing_driver_library_is_told_from_a_missing_package(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("pycuda."):
+            raise ImportError("libcuda.so.1: cannot open shared object file")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(RuntimeRefusal, match=r"driver library libcuda is missing .* install an NVIDIA driver"):
+        device_names()
