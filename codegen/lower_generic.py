@@ -25,7 +25,10 @@ def lower_generic(low: Lowering, node: Node) -> None:
     """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
     rule = RULES.get(node.op.name) or SPARSE_RULES.get(node.op.name)
     if rule is None:
-        raise CodegenError(f"node {node.name!r}: there is no kernel for the operator {node.op.name}")
+        raise CodegenError(
+            f"node {node.name!r}: there is no kernel for the operator {node.op.name}; the model cannot be compiled with this pipeline, but "
+            "its graph can be dumped and evaluated by the reference interpreter (ggufc.ir.interpret)"
+        )
     most = (OPERANDS | SPARSE_OPERANDS).get(node.op.name, 1)
     if len(node.operands) > most:
         raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")

@@ -10,8 +10,9 @@
 Names are imported on first use, so that importing a sub-package (``ggufc.formats``, ``ggufc.ir``) does not load the rest. Every error a
 caller can act on derives from ``GgufcError``.
 
-The room holds ``api`` (compile, load), ``resolve`` (model names to files), ``cache`` (compiled artifacts kept between runs), ``pull`` and
-``download`` (getting model files), ``benchmark`` and ``cli`` (the command line).
+The room holds ``api`` (compile, load), ``resolve`` (model names to files) over ``registry`` (aliases), ``pull`` and ``download`` (getting
+model files), ``cache`` (compiled artifacts kept between runs), ``inspection``, ``benchmark``, ``profile``, ``machine``, ``files``, and ``cli``
+(the command line).
 """
 
 from __future__ import annotations

@@ -6,5 +6,5 @@
 - ``gguf_writer``: ``GGUFWriter``, streaming
 - ``quants``: ``dequantize``, ``quantize``, ``codes``
 - ``activations``: how products round their activations
-- ``artifact``, ``abi``: the manifest of an artifact and the memory shared with native code
+- ``artifact``, ``cuda``, ``abi``: the manifest of an artifact, its GPU code, and the memory shared with native code
 """

@@ -1,1 +1,1 @@
-"""CPU targets, object code and the flat image."""
+"""Code for CPUs: ``target`` feature levels, ``objectcode`` LLVM modules to machine code, ``image`` the linker, ``driver`` the thread team."""
