@@ -36,7 +36,11 @@ def index_scores(b: Builder, q: Node, keys: Node, weights: Node, name: str) -> N
 
 
 def best_rows(b: Builder, scores: Node, mask: Node, k: int, name: str, *, ties: str = "lowest") -> Node:
-    """The ``k`` best visible rows of each token, i32 [k, T]; tokens that see fewer have hidden rows among them."""
+    """The ``k`` best visible rows of each token, i32 [k, T]; tokens that see fewer have hidden rows among them.
+
+    The option ``fidx`` is looked at so that it stands among the observations: passes fuse scores and choice only where it allows that.
+    """
+    b.step.observe("fidx")
     return b.add("top_k", b.add("add", scores, mask, name=f"{name}.scores.masked"), name=f"{name}.top_k", k=k, ties=ties)
 
 

@@ -16,6 +16,7 @@ from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph, Node, TensorType, interpret, verify
 from ggufc.ir.layout import root
 from ggufc.models import Model, ModelError, Step, compressor, deepseek4, deepseek4_attention, deepseek4_hparams, load_model
+from ggufc.passes import PassManager
 from sparse_runner import Runtime, excess, run_case
 from support import golden_cases
 
@@ -399,3 +400,24 @@ def test_kinds_of_layers_follow_from_tensors_where_no_key_tells() -> None:
         other = load_model(odd)
     assert other.hparams.layers[0].rope == told.entry_rope != told.raw_rope
     assert not [info for info in other.caches() if info.layer == 0 and info.part != "k"]
+
+
+def fused(rt: Runtime) -> Graph:
+    """The runtime's graph after the passes that fuse an indexer."""
+    graph = rt.graph({})
+    PassManager.parse("canonicalize,fuse-sum-rows-ext,fuse-indexer-topk,dce").run(graph)
+    verify(graph)
+    return graph
+
+
+def test_scores_and_choice_are_fused_by_default_and_choose_the_same() -> None:  # S55, S63
+    expected, tokens = start(SPLIT)
+    plain = decode(expected, tokens[:40])
+    rt, _ = start(SPLIT, fidx=1)
+    graph = fused(rt)
+    assert len(graph.find("indexer_topk")) == len(expected.graphs[0][1].find("hadamard")) // 2
+    assert not [n for n in graph.find("top_k") if "indexer" in n.name]
+    assert not [n for n in graph.nodes if n.type.rank == 3 and {"V4", "T"} <= n.type.symbols and "indexer" in n.name]
+    assert np.abs(decode(rt, tokens[:40]) - plain).max() < 1e-4
+    rt, _ = start(SPLIT, fidx=0)
+    assert not fused(rt).find("indexer_topk")
