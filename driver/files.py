@@ -20,7 +20,16 @@ CHUNK = 1 << 20
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path`` when the block ends well and is removed when it does not."""
+    """A temporary name beside ``path`` that becomes ``path`` when the block ends well and is removed when it does not.
+
+    What is there and is no regular file (``/dev/null``, a named pipe) is written to, never replaced.
+    """
+    if path.exists() and not path.is_file():
+        with tempfile.TemporaryDirectory(prefix="ggufc-") as folder:
+            yield (temporary := Path(folder) / "output")
+            with temporary.open("rb") as source, path.open("wb") as stream:
+                shutil.copyfileobj(source, stream)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
@@ -38,6 +47,21 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def refuse_to_overwrite(output: Path | None, *inputs: Path) -> None:
+    """An output that is one of the files the command reads is a slip that costs the user that file."""
+    for file in inputs:
+        if output is not None and output.exists() and output.samefile(file):
+            raise DriverError(f"{output} is a file this command reads; choose another -o")
+
+
+def read_text(path: Path) -> str:
+    """A text file. Raises ``DriverError`` with the file's name where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DriverError(f"{path} is not UTF-8 text (byte {error.start}: {error.reason})") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -107,6 +107,8 @@ class GGUFWriter:
         missing = [t.name for t in self._tensors.values() if t.data is None]
         if missing:
             raise GGUFError(f"tensor {missing[0]!r} has no data; call set_data", path=self.path)
+        if self.path.exists() and not self.path.is_file():
+            raise GGUFError("cannot write the file: it exists and is no regular file, which renaming would replace", path=self.path)
         header = self._header()
         temporary = self.path.with_name(f".{self.path.name[:64]}.{secrets.token_hex(6)}.tmp")
         try:

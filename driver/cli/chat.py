@@ -36,12 +36,13 @@ def command(model: str, system_prompt: str | None, chat_template: Path | None, n
     Ctrl-C stops an answer. Lines from a pipe are taken as one message each.
     """
     from ggufc.cli import terminal
+    from ggufc.files import read_text
     from ggufc.runtime import chat
 
     sampling = options.sampling_options(given)
     terminal.accept_any_text()
     with options.open_session(model, given) as session:
-        template = chat_template.read_text(encoding="utf-8") if chat_template else chat.template_of(session.artifact.metadata)
+        template = read_text(chat_template) if chat_template else chat.template_of(session.artifact.metadata)
         if not chat_template and chat.is_built_in(session.artifact.metadata):
             terminal.say("the model has no chat template; the one of its family is used")
         conversation = Conversation(session, template, system_prompt, n_predict, sampling)

@@ -49,13 +49,14 @@ def command(
     from ggufc.cli import terminal
     from ggufc.codegen.compile import CompileOptions
     from ggufc.errors import DriverError
-    from ggufc.files import write_text
+    from ggufc.files import refuse_to_overwrite, write_text
     from ggufc.resolve import is_artifact, model_file
 
     if stage in _TEXT_STAGES and (form != "text" or layer is not None):
         raise DriverError(f"--stage {stage} is plain text: it has no --format {form} and no --layer")
     with terminal.progress() as progress:
         path = model_file(model, say=terminal.say, progress=progress, quiet=not terminal.is_terminal())
+    refuse_to_overwrite(output, path)
     if is_artifact(path):
         result = _render(_artifact_graph(path, stage, graph_name), form, layer)
     else:

@@ -22,6 +22,7 @@ OK, DEFECT, ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 def run(command: click.Command, arguments: Sequence[str]) -> int:
     """Run ``command`` and return the exit code; nothing escapes except tracebacks asked for with ``--debug``."""
+    _open_closed_streams()
     stdout = sys.stdout
     debug = "--debug" in arguments[:1]
     # SIGTERM unwinds like an exception, so that temporary files are removed.
@@ -49,6 +50,8 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
         if debug:
             raise
         _say(describe(error))
+        if isinstance(error, OSError) and error.errno == errno.EBADF:
+            _reader_gone(stdout)
         return ERROR
     except Exception as error:
         if debug:
@@ -57,12 +60,28 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
         return DEFECT
 
 
+def _open_closed_streams() -> None:
+    """Started with a closed stdin, stdout or stderr (``>&-``), Python has None there and the next file opened would get its number.
+
+    stdin is then empty and stderr swallows; stdout refuses what is written to it, since a result must not vanish unnoticed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))
+
+
 def describe(error: BaseException) -> str:
     """The error as a sentence."""
     if isinstance(error, OSError):
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             where = f" ({error.filename})" if error.filename else ""
             return f"the disk is full{where}; free space or choose another folder (GGUFC_CACHE names the cache)"
+        if error.errno == errno.EBADF and not error.filename:
+            return "stdout is closed, so there is nowhere to write the result to"
         if error.filename and error.strerror:
             return f"{os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename}: {error.strerror}"
     if isinstance(error, UnicodeDecodeError):

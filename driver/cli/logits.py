@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.argument("case_file", metavar="CASE.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The .npz file to write.")
-@click.option("-t", "--threads", type=click.IntRange(1, 1024), default=None, help="Threads, instead of the case's.")
+@click.option("-t", "--threads", type=click.IntRange(1, 256), default=None, help="Threads, instead of the case's.")
 @click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=None, help="Micro-batch, instead of the case's.")
 @options.build
 def command(
@@ -40,6 +40,7 @@ def command(
     A case has `options` (n_ctx, n_ubatch, threads, type_k, ...) and `steps` (decode, decode_last, decode_embd, seq_rm, ...). What this
     version does not know is refused by name. Cache types come from the case unless -ctk and -ctv say otherwise.
     """
+    from ggufc.files import refuse_to_overwrite
     from ggufc.runtime import Session
     from ggufc.runtime.logits import check_case, graph_options, run_case, session_options
 
@@ -47,6 +48,8 @@ def command(
     check_case(case)
     wanted = case.get("options", {})
     builder = graph_options(wanted) | options.builder_options()
+    named = Path(model).expanduser()
+    refuse_to_overwrite(output, case_file, *([named] if named.exists() else []))
     artifact = options.artifact(model, type_k or wanted.get("type_k"), type_v or wanted.get("type_v"), target, builder)
 
     def make_session(case_options: dict[str, Any]) -> Session:
@@ -66,9 +69,10 @@ def command(
 def read_case(path: Path) -> Mapping[str, Any]:
     """The case as a JSON object. Raises ``DriverError`` for anything else."""
     from ggufc.errors import DriverError
+    from ggufc.files import read_text
 
     try:
-        case = json.loads(path.read_text(encoding="utf-8"))
+        case = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise DriverError(f"{path} is not JSON: {error}") from None
     if not isinstance(case, dict):

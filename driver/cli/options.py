@@ -92,7 +92,7 @@ build: Callable[[F], F] = stack(
 )
 
 threads: Callable[[F], F] = click.option(
-    "-t", "--threads", type=click.IntRange(1, 1024), default=None, help="Threads (default: physical cores available)."
+    "-t", "--threads", type=click.IntRange(1, 256), default=None, help="Threads (default: physical cores available)."
 )
 
 batches: Callable[[F], F] = stack(

@@ -85,7 +85,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None:
         return prompt
     if file is not None and file != "-":
-        text = Path(file).read_text(encoding="utf-8")
+        from ggufc.files import read_text
+
+        text = read_text(Path(file))
     else:
         if file is None and sys.stdin.isatty():
             raise click.UsageError("Give a prompt with -p or -f, or pipe it in; `ggufc chat` holds a conversation.")
@@ -96,12 +98,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 def _prompt_tokens(session: Session, text: str, raw: bool, system: str | None, template: Path | None) -> list[int]:
     if raw and (system is not None or template is not None):
         raise click.UsageError("--raw uses no chat template: it goes neither with --system-prompt nor with --chat-template.")
+    from ggufc.files import read_text
+
     # A base model carries no template: its text is continued, which is what it was trained for.
     if raw or (template is None and system is None and "tokenizer.chat_template" not in session.artifact.metadata):
         return session.tokenize(text)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    return session.chat_tokens(messages, template.read_text(encoding="utf-8") if template else None)
+    return session.chat_tokens(messages, read_text(template) if template else None)
 
 
 def speed_line(session: Session) -> str:

@@ -18,6 +18,9 @@ from click.testing import CliRunner
 
 from ggufc.cli import COMMANDS, cli, failures
 from ggufc.errors import DriverError
+from ggufc.files import read_text, write_text
+from ggufc.formats.errors import GGUFError
+from ggufc.formats.gguf_writer import GGUFWriter
 
 
 def ggufc(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -169,6 +172,38 @@ def test_signals_leave_no_partial_file(tmp_path: Path, number: signal.Signals, c
     assert process.returncode == code
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closed_streams(tmp_path: Path) -> None:
+    (graph := tmp_path / "g.ggir").write_text("graph @g(T) {\n}\n")
+
+    def shell(tail: str) -> tuple[int, str, str]:
+        done = subprocess.run(f"{sys.executable} -m ggufc opt {tail}", shell=True, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert shell(f"{graph} >&-") == (2, "", "ggufc: error: stdout is closed, so there is nowhere to write the result to\n")
+    assert shell(f"{graph} 2>&- <&-")[0] == 0
+    code, _, message = shell("- <&-")
+    assert code == 2 and "a graph starts with the word graph" in message
+    assert shell("nothing.ggir 2>&-") == (2, "", "")
+
+
+def test_what_is_no_file_is_written_to_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "whole")
+    assert os.read(reader, 100) == b"whole"
+    os.close(reader)
+    assert pipe.is_fifo()
+    with pytest.raises(GGUFError, match="no regular file"):
+        GGUFWriter(pipe).finish()
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_name(tmp_path: Path) -> None:
+    (path := tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DriverError, match=r"latin\.txt is not UTF-8 text \(byte 3"):
+        read_text(path)
 
 
 def test_piped_output_has_no_colour_and_no_bars(tmp_path: Path) -> None:

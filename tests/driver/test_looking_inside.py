@@ -47,6 +47,20 @@ def test_other_formats(invoke, text_model: Path, tmp_path: Path, form: str, star
         assert invoke("dump", text_model, "--format", form, "--layer", 1).stdout.startswith(start)
 
 
+def test_an_input_is_never_overwritten(invoke, text_model: Path, artifact: Path, tmp_path: Path) -> None:
+    for model in (text_model, artifact):
+        before = model.read_bytes()
+        (link := tmp_path / model.name).symlink_to(model)
+        for output in (model, link):
+            with pytest.raises(DriverError, match="is a file this command reads"):
+                invoke("dump", model, "-o", output)
+        assert model.read_bytes() == before
+    (case := tmp_path / "case.json").write_text('{"options": {}, "steps": [{"op": "clear"}]}')
+    for output in (case, artifact):
+        with pytest.raises(DriverError, match="is a file this command reads"):
+            invoke("logits", artifact, case, "-o", output)
+
+
 def test_one_layer(invoke, text_model: Path) -> None:
     text = invoke("dump", text_model, "--stage", "built", "--layer", 1).stdout
     assert "blk.1.attn_q" in text and "blk.0.attn_q" not in text
