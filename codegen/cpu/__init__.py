@@ -1,1 +1,4 @@
-"""Code for CPUs: ``target`` feature levels, ``objectcode`` LLVM modules to machine code, ``image`` the linker, ``driver`` the thread team."""
+"""Code for CPUs.
+
+``target`` feature levels, ``objectcode`` LLVM modules to machine code, ``image`` the linker, ``driver`` the thread team.
+"""
