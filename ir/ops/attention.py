@@ -177,7 +177,7 @@ class FlashAttn(Op):
         out = np.zeros(call.shape, np.float32)
         for t, seen in enumerate(visible_cells("flash_attn", cells, vis, k.shape[0])):
             keys = k[seen].astype(np.float64).reshape(len(seen), g, d)
-            values = v[seen].astype(np.float64).reshape(len(seen), g, -1)
+            values = v[seen].astype(np.float64).reshape(len(seen), g, call.ne[0])
             grouped = q[t].astype(np.float64).reshape(g, heads // g, d)
             scores = call.attrs["scale"] * np.einsum("cgd,ghd->ghc", keys, grouped)
             if cap:

@@ -164,10 +164,9 @@ def test_every_column_of_the_mask_is_written(play: Callable[..., Play], monkeypa
 
 
 def test_a_quantised_key_cache_is_smaller_and_chooses_almost_alike(play: Callable[..., Play]) -> None:  # S152
-    folder = next(case for case in CASES if case.name == "glm-dsa-idxq8")
     sizes, choices = {}, {}
     for dtype in ("f16", "q8_0"):
-        run = play(folder=folder, idx_type_k=dtype, dsa_top_k=24)
+        run = play(idx_type_k=dtype, dsa_top_k=24)
         run(prompt(60, 5))
         sizes[dtype] = run.rt.rows("blk.0.indexer_k").nbytes
         choices[dtype] = [chosen for layer in (0, 1, 2) for chosen in run.positions(layer)]
