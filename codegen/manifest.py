@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ggufc.codegen.cpu.driver import EVAL, WORKER
@@ -56,7 +57,7 @@ def make_manifest(
         abi=abi.ABI_VERSION,
         arch=model.arch,
         source_sha256=gguf.sha256(),
-        source_name=gguf.path.name,
+        source_name=os.fsencode(gguf.path.name).decode("utf-8", "replace"),  # a file's name may be any bytes
         target=target.triple,
         level=target.level,
         features=list(target.features),

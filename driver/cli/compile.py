@@ -30,14 +30,18 @@ def command(
     from ggufc.cli import terminal
     from ggufc.errors import DriverError
     from ggufc.files import size_words
-    from ggufc.resolve import model_file
+    from ggufc.resolve import is_artifact, model_file
 
     with terminal.progress() as progress:
         source = model_file(model, say=terminal.say, progress=progress, quiet=not terminal.is_terminal())
+    if is_artifact(source):
+        raise DriverError(f"{source} is an artifact, which is compiled already; give the model it came from")
     output = output or Path(source.name.removesuffix(".gguf") + ".ggufc")
     if output.exists():
         if output.samefile(source):
             raise DriverError(f"{output} is the model itself; choose another -o")
+        if not output.is_file():
+            raise DriverError(f"{output} is no regular file; choose another -o")
         if not force:
             raise DriverError(f"{output} exists; choose another -o, or --force to replace it")
     with terminal.progress() as progress:

@@ -31,6 +31,19 @@ def test_compile_writes_one_artifact_and_says_what_it_cost(invoke, text_model: P
         invoke("compile", text_model, "-o", text_model, "--force")
     with pytest.raises(DriverError, match="has a f32 K cache, not f16"):
         invoke("run", output, "-p", "a", "-ctk", "f16")
+    with pytest.raises(DriverError, match="is an artifact, which is compiled already"):
+        invoke("compile", output, "-o", tmp_path / "again.ggufc")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DriverError, match="no regular file"):
+        invoke("compile", text_model, "-o", tmp_path / "pipe", "--force")
+
+
+def test_a_model_file_may_have_any_name(invoke, text_model: Path, tmp_path: Path) -> None:
+    """Also one whose bytes are not UTF-8."""
+    model = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf"))
+    model.symlink_to(text_model)
+    invoke("compile", model, "-o", tmp_path / "out.ggufc")
+    assert json.loads(invoke("inspect", tmp_path / "out.ggufc", "--json").stdout)["source"]["name"] == "caf\N{REPLACEMENT CHARACTER}.gguf"
 
 
 def test_run_streams_text_and_reports_speed(invoke, artifact: Path) -> None:
