@@ -11,8 +11,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, wraps
 from typing import Any
 
 from .errors import RuntimeRefusal
@@ -37,10 +37,9 @@ BUILT_IN = {"gemma": GEMMA_TEMPLATE, "gemma2": GEMMA_TEMPLATE, "gemma3": GEMMA_T
 """Templates by architecture for files without one."""
 
 _FILTER_WORDS = (
-    "abs attr batch capitalize count d default dictsort e escape first float groupby int items join last length list lower map max "
-    "min reject "
-    "rejectattr replace reverse round safe select selectattr slice sort string sum title tojson trim truncate unique upper urlencode "
-    "wordcount indent"
+    "abs attr batch capitalize count d default dictsort e escape first float groupby indent int items join last length list lower map "
+    "max min reject rejectattr replace reverse round safe select selectattr slice sort string sum title tojson trim truncate unique upper "
+    "urlencode wordcount"
 )
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(?:\d{3}|\*)")
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format", "format_map"})
@@ -286,10 +285,25 @@ def _environment() -> Any:
         values if attribute is None else [environment.getitem(v, attribute) for v in values], d
     )
     environment.filters["indent"] = _indent
+    for name in ("batch", "slice", "sum"):
+        environment.filters[name] = _modest(kept[name])
     environment.filters[_BUDGET] = jinja2.pass_context(lambda context, values: context[_BUDGET].count(values))
     environment.globals.pop("lipsum", None)
     environment.globals.update(raise_exception=fail, strftime_now=now)
     return environment
+
+
+def _modest(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of jinja2 whose numbers a template may not make large, and which may not add lists up."""
+
+    @wraps(wrapped)  # keeps jinja2's mark that the first argument is the environment
+    def checked(*args: Any, **named: Any) -> Any:
+        numbers = (n for n in (*args[1:], *named.values()) if isinstance(n, (int, float)))
+        if max(numbers, default=0) > MAX_ITERATIONS or any(isinstance(start, (list, tuple)) for start in (*args[3:], *named.values())):
+            raise RuntimeRefusal(_TOO_MANY)
+        return wrapped(*args, **named)
+
+    return checked
 
 
 def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:

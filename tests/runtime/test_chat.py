@@ -117,6 +117,9 @@ BOMBS = [
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ 'x' | center(9999999999) }}",
     "{{ range(10 ** 12) | list }}",
+    "{{ [1] | batch(10 ** 9, 0) | list }}",
+    "{{ [1] | slice(10 ** 9) | list }}",
+    "{% set l = [0] * 8000000 %}{{ ([l] * 400) | sum(start=[]) }}",
     "x" * (chat.MAX_TEMPLATE + 1),
 ]
 
