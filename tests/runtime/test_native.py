@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +14,15 @@ from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+pytest_plugins = ("runtime_fixtures",)
+
 MODELS = ("llama-gqa-tied", "gemma3-7")
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(3, 290, 70)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def artifact(request, tmp_path_factory):
-    from ggufc.codegen.compile import compile_file
-    from ggufc.codegen.options import CompileOptions
-
-    path = tmp_path_factory.mktemp("native") / f"{request.param}.ggufc"
-    compile_file(GOLDEN / request.param / "model.gguf", path, CompileOptions())
-    with Artifact.open(path) as opened:
+def artifact(request, compiled):
+    with Artifact.open(compiled(request.param)) as opened:
         yield opened
 
 

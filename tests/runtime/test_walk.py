@@ -213,10 +213,10 @@ class Walk(RuleBasedStateMachine):
             assert np.array_equal(cells.list_of(seq).pos, one.session.cells.list_of(0).pos)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa-tied"])
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "gemma3-7"])
 def test_walk(compiled, case):
     with Artifact.open(compiled(case)) as artifact:
         Walk.artifact = artifact
         run_state_machine_as_test(
-            Walk, settings=settings(max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+            Walk, settings=settings(max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
         )
