@@ -8,7 +8,8 @@ with 64-bit words: the arguments of the schedule, the device address of the grap
 partial results), the first token of a slice (attention again; 0 elsewhere) and the number of tiles. Blocks are one-dimensional and each
 takes tiles ``ctaid, ctaid + nctaid, ...``, so a grid of any size computes all tiles and no limit of the hardware can be exceeded.
 
-A block consists of *groups* of ``group`` threads (a warp, or the whole block). Kernels written for CPU vectors give each group a row
+A block consists of *groups* of ``group`` threads (a warp, the whole block, or one thread). Kernels written for CPU vectors give each group
+a row
 (``for_groups``) and each thread of it every ``group``-th value (``for_lanes``); ``reduce`` adds up a group in a fixed order.
 """
 
@@ -56,7 +57,7 @@ class PtxEmitter(Emitter):
         self._tiles_left: Value = self.args[n_args + 3]
         self._first, self._step = self._sreg("ctaid.x"), self._sreg("nctaid.x")
         self._exchange: Value | None = None
-        self._alone = False
+        self._alone = group == 1
         self._loop_done = self._loop_head = None
         self._tile: Value | None = None
         body = self.fn.append_basic_block("begin")
@@ -169,9 +170,9 @@ class PtxEmitter(Emitter):
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, every thread works for itself: ``reduce`` is over the single value it has."""
-        self._alone = True
+        before, self._alone = self._alone, True
         yield
-        self._alone = False
+        self._alone = before
 
     def barrier(self) -> None:
         """All threads of the block; must not be reached by some of them only."""
@@ -179,6 +180,8 @@ class PtxEmitter(Emitter):
 
     def group_barrier(self) -> None:
         """Order memory among the threads of a group."""
+        if self.group == 1:
+            return
         if self.group == WARP:
             self.b.call(self.intrinsic("llvm.nvvm.bar.warp.sync", VOID, [I32]), [self.i32(_FULL)])
         else:

@@ -10,8 +10,11 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.codegen.kernels.hadamard import Hadamard
+from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
@@ -19,6 +22,7 @@ from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
 from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
+from ggufc.codegen.kernels.sums import SumRowsExt
 from ggufc.formats import cuda as fmt
 from ggufc.ir.dims import IntDim
 
@@ -51,6 +55,13 @@ def _row(spec: Any) -> Form:
     return Form((Entry(symbol(spec), block, shared_body(spec), block),))
 
 
+def _serial(threads: int) -> Callable[[Any], Form]:
+    """The body of the CPU kernel, a thread for each row of a tile: kernels whose rows are walked in order. ``threads`` = 1 where a tile is
+    one row.
+    """
+    return lambda spec: Form((Entry(symbol(spec), threads, shared_body(spec), 1),))
+
+
 FORMS: dict[type, Callable[[Any], Form]] = {
     MatMul: products.matmul,
     MatMulId: products.matmul_id,
@@ -63,6 +74,7 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     FlashAttnSplits: attention.flash_attn_splits,
     TopK: choosing.top_k,
     KqMask: choosing.kq_mask,
+    DecodeRows: rows.decode_rows,
     RmsNorm: _row,
     Norm: _row,
     Elementwise: _shared(lambda s: s.out.ne[0]),
@@ -70,9 +82,15 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     GetRowsPlain: _shared(lambda s: s.out.ne[0]),
     SoftMax: _shared(lambda s: s.out.ne[0]),
     SumRows: _shared(lambda s: s.a.ne[0]),
+    SumRowsExt: _shared(lambda s: s.out.ne[0]),
+    Fill: _shared(lambda s: s.out.ne[0]),
     StridedMatMul: _shared(lambda s: s.a.ne[0]),
+    Blend: _serial(WARP),
+    MaskToIndex: _serial(WARP),
+    Hadamard: _serial(WARP),
+    ListSpans: _serial(1),
 }
-"""Specification -> its form. Those with ``_row`` and ``_shared`` are the CPU kernels' own bodies."""
+"""Specification -> its form. Those with ``_row``, ``_shared`` and ``_serial`` are the CPU kernels' own bodies."""
 
 
 def form_of(spec: KernelSpec) -> Form:

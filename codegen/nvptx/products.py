@@ -21,7 +21,6 @@ from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.codegen.weights.base import ROWS, WeightFormat
 from ggufc.codegen.weights.floats import FloatFormat
-from ggufc.formats import cuda as fmt
 
 from .emitter import PtxEmitter
 from .entry import Entry, Form, power_of_two, rows_factor
@@ -268,7 +267,7 @@ def matmul_id(spec: MatMulId) -> Form:
         product = VectorProduct(e, spec.format, spec.k, 1, 1)
         floats = isinstance(product.format, FloatFormat)
         stride = 4 * spec.k if floats else q8_record(spec.k).stride
-        e.begin_tiles(b.mul(e.param("T"), e.i64(spec.n_used * groups)))
+        e.begin_tiles()
         g = b.urem(e.tile, e.i64(groups))
         row = b.udiv(e.tile, e.i64(groups))  # token * n_used + chosen
         expert = e.sext64(e.load(I32, e.at(e.arg_ptr(3), row, 4)))
@@ -280,4 +279,4 @@ def matmul_id(spec: MatMulId) -> Form:
             with e.if_(b.icmp_signed("<", out, e.i64(spec.n))):
                 e.store(sums[0], e.at(e.at(e.arg_ptr(2), row, 4 * spec.n), out, 4))
 
-    return Form((Entry(symbol(spec) + "_1", _threads(spec.format, spec.k), body, grid=(fmt.Factor("T", 1, spec.n_used * groups),)),))
+    return Form((Entry(symbol(spec) + "_1", _threads(spec.format, spec.k), body, grid=rows_factor(spec.rows, 1, spec.n_used * groups)),))

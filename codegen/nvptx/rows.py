@@ -8,6 +8,7 @@ from ggufc.codegen.emitter import F32, F64, I8, I16, I32, Value
 from ggufc.codegen.kernels import cache, cache_blocks, vmath
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
+from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable, inverse_frequencies, magnitude
@@ -247,6 +248,18 @@ def _store_blocks(e: PtxEmitter, dtype: str, source: Value, target: Value, row: 
     """A thread rounds a block of 32 values."""
     with e.alone(), e.for_threads(row // VALUES) as i:
         cache_blocks.store(e, dtype, e.at(source, i, 4 * VALUES), e.at(target, i, block_bytes(dtype)))
+
+
+def decode_rows(spec: DecodeRows) -> Form:
+    """A thread takes a value."""
+
+    def body(e: PtxEmitter) -> None:
+        e.begin_tiles()
+        source = e.at(e.arg_ptr(0), e.tile, cache.row_bytes(spec.dtype, spec.row))
+        with e.for_threads(spec.row) as i:
+            e.store(load_stored(e, spec.dtype, source, i), e.at(e.at(e.arg_ptr(1), e.tile, 4 * spec.row), i, 4))
+
+    return _form(spec, "", _threads(spec.row), body)
 
 
 def load_stored(e: PtxEmitter, dtype: str, p: Value, i: Value) -> Value:

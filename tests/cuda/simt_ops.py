@@ -69,9 +69,11 @@ def _fma(a, b, c):  # type: ignore[no-untyped-def]
 
 
 def _bfe(a, start, length):  # type: ignore[no-untyped-def]
-    t = a.dtype.type
-    ones = (np.uint64(1) << np.asarray(length).astype(np.uint64)) - np.uint64(1)
-    return (a >> np.asarray(start).astype(a.dtype)) & t(ones) if np.ndim(ones) == 0 else (a >> start.astype(a.dtype)) & ones.astype(a.dtype)
+    """Bits of ``a``; the field's own top bit is the sign of a signed type. Fields lie inside the value in code that LLVM emits."""
+    bits = 8 * a.dtype.itemsize
+    up = (bits - np.asarray(start).astype(np.int64) - np.asarray(length).astype(np.int64)).astype(a.dtype)
+    down = (bits - np.asarray(length).astype(np.int64)).astype(a.dtype)
+    return (a << up) >> down
 
 
 def dot4(a, b, c, signed_a: bool, signed_b: bool):  # type: ignore[no-untyped-def]

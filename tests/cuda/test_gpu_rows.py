@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from ggufc.codegen.kernels.cache import StoreRows, row_bytes
+from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.codegen.kernels.hadamard import Hadamard
+from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
@@ -17,6 +20,7 @@ from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
+from ggufc.codegen.kernels.sums import SumRowsExt
 from ggufc.codegen.weights import q8_record
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
@@ -237,6 +241,48 @@ def test_strided_products(a_layout):
     spec = StridedMatMul(left, contiguous("f32", (k, t, heads)), contiguous("f32", (n, t, heads)))
     got = run(spec, [stored, b, np.zeros((heads, t, n), np.float32)], [2], tiles(spec.grid(), {}))[2]
     assert np.abs(got - np.einsum("hnk,htk->htn", np.repeat(a, 2, axis=0), b)).max() < 1e-5
+
+
+def test_kernels_that_walk_rows_in_order():
+    """CPU bodies run by a thread per row: transforms, blends, lists read off a mask, spans; and sums over an outer dimension."""
+    tokens = 5
+    a, rows = normal(tokens, 64), contiguous("f32", (64, T))
+    env = {"T": tokens}
+    spec = Hadamard(rows, 32, rows)
+    got = run(spec, [a, np.zeros_like(a)], [1], tiles(spec.grid(), env), **env)[1]
+    h = np.array([[(-1) ** bin(i & j).count("1") for j in range(32)] for i in range(32)]) / np.sqrt(32)
+    assert np.abs(got.reshape(-1, 32) - a.reshape(-1, 32) @ h).max() < 1e-5
+
+    idx = np.array([[3, -1, 60], [0, 1, 2], [-1, -1, -1], [63, 5, 6], [7, 7, 8]], np.int32)
+    spec = Blend(rows, contiguous("i32", (3, T)), -7.5, rows)
+    got = run(spec, [a, idx, np.zeros_like(a)], [2], tiles(spec.grid(), env), **env)[2]
+    want = a.copy()
+    for row, chosen in zip(want, idx):
+        row[chosen[chosen >= 0]] = -7.5
+    assert got.tobytes() == want.tobytes()
+
+    mask = np.where(RNG.random((tokens, 64)) < 0.1, 0, -np.inf).astype(np.float32)
+    spec = MaskToIndex(rows, 6)
+    lists = run(spec, [mask, np.zeros((tokens, 6), np.int32)], [1], tiles(spec.grid(), env), **env)[1]
+    for found, row in zip(lists, mask):
+        visible = np.flatnonzero(row == 0)[:6]
+        assert found.tolist() == [*visible, *[-1] * (6 - len(visible))]
+    spans = run(ListSpans(6), [lists, np.zeros((tokens, 3), np.int32)], [1], tokens, **env)[1]
+    assert spans.tolist() == [[6 * t, 0, int((row >= 0).sum())] for t, row in enumerate(lists)]
+
+    cube = normal(tokens, 4, 33)
+    spec = SumRowsExt(contiguous("f32", (33, 4, T)), 1, contiguous("f32", (33, 1, T)))
+    got = run(spec, [cube, np.zeros((tokens, 33), np.float32)], [1], tiles(spec.grid(), env), **env)[1]
+    assert np.abs(got - cube.sum(1)).max() < 1e-5
+    spec = Fill(2.5, rows)
+    assert (run(spec, [np.zeros_like(a)], [0], tiles(spec.grid(), env), **env)[0] == 2.5).all()
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q5_0"])
+def test_decode_rows(dtype):
+    raw = quantize(dtype, normal(3, 96))
+    got = run(DecodeRows(96, dtype), [raw, np.zeros((3, 96), np.float32)], [1], 3)[1]
+    assert np.abs(got - dequantize(dtype, raw, 96)).max() < 1e-6
 
 
 def test_visibility_mask():

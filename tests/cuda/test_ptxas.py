@@ -10,8 +10,11 @@ import assembler
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
+from ggufc.codegen.kernels.hadamard import Hadamard
+from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
@@ -20,6 +23,7 @@ from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
+from ggufc.codegen.kernels.sums import SumRowsExt
 from ggufc.codegen.nvptx import PTX_VERSIONS, describe, emit_all, emit_ptx, resolve
 from ggufc.codegen.nvptx.forms import FORMS
 from ggufc.codegen.weights import known_formats
@@ -52,6 +56,13 @@ CATALOGUE = [
     FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
     FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True),
     FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
+    DecodeRows(576, "q8_0"),
+    Fill(0.0, ROWS),
+    Blend(ROWS, contiguous("i32", (2048, T)), 0.0, ROWS),
+    MaskToIndex(ROWS, 2048),
+    ListSpans(2048),
+    Hadamard(ROWS, 128, ROWS),
+    SumRowsExt(contiguous("f32", (4096, 4, T)), 1, contiguous("f32", (4096, 1, T))),
     RmsNorm(4096, 1e-5, True, True),
     Norm(2048, 1e-5),
     Elementwise(("mul", ("gelu", 0), 1), ROWS, (ROWS, ROWS)),

@@ -137,6 +137,7 @@ ARITHMETIC = [
     ("shl.b32 %r5, 1, 32;", 0),
     ("shr.s32 %r5, -8, 40;", 0xFFFFFFFF),
     ("bfe.u32 %r5, 0x12345678, 8, 12;", 0x456),
+    ("bfe.s32 %r5, 0x12345F78, 8, 4;", 0xFFFFFFFF),
     ("mul.hi.u32 %r5, 0xFFFFFFFF, 0xFFFFFFFF;", 0xFFFFFFFE),
     ("cvt.rn.f32.s32 %r5, -3;", 0xC0400000),
     ("cvt.rzi.s32.f32 %r5, 0fC0700000;", 0xFFFFFFFD),
