@@ -12,7 +12,10 @@ STEP = 16
 """Entries of the cell list per softmax step."""
 
 AHEAD = 4
-"""Steps between the prefetch of a step's cells and their use."""
+"""Steps between the prefetch of a step's cells and their use by several tokens."""
+
+NEAR = 2
+"""The same for a lone token, whose first step waits until the prefetches before it are under way."""
 
 RING_BYTES = 2 * AHEAD * STEP * 8
 """Addresses of twice ``AHEAD`` steps; K and V have a ring each."""
@@ -33,14 +36,21 @@ class CellRows:
         self.paired = dtype in ("f16", "bf16") and e.target.lanes == STEP
         self.block = 2 * e.target.lanes if self.paired else e.target.lanes
 
-    def announce(self, slot: Value, cell: Value) -> None:
-        """Note the address of ``cell`` under ring index ``slot`` and start fetching it into the second-level cache."""
+    def announce(self, slot: Value, cell: Value, fetch: bool) -> None:
+        """Note the address of ``cell`` under ring index ``slot``; ``fetch``: start fetching all of it into the second-level cache."""
         e = self.e
         row = e.at(self.base, cell, self.cell_size)
         e.store(row, e.at(self.ring, slot, 8))
-        if self.fetch:
+        if self.fetch and fetch:
             for line in range(0, self.row_size, 64):
                 e.prefetch(e.gep(row, line), 2)
+
+    def fetch_part(self, row: Value, i: Value, count: int) -> None:
+        """Start fetching values i..i+count-1 of ``row``; for types whose values have addresses."""
+        if self.fetch:
+            size = cache.SIZES[self.dtype]
+            for line in range(0, count * size, 64):
+                self.e.prefetch(self.e.gep(self.e.at(row, i, size), line), 2)
 
     def row(self, first: Value, j: Value | int) -> Value:
         """Address of entry ``j`` of the step whose ring index starts at ``first``."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value, Var, vec
-from ggufc.codegen.kernels.attention_cells import AHEAD, STEP, CellRows
+from ggufc.codegen.kernels import cache
+from ggufc.codegen.kernels.attention_cells import AHEAD, NEAR, STEP, CellRows
 from ggufc.codegen.kernels.attention_rows import Rows
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Steps(Rows):
         self.cells = e.arg_ptr(4)
         # With few query heads a lone token uses each converted value too rarely to store it first.
         self.direct = spec.head_block <= 4 and spec.head_block * self.width <= self.registers
+        # Its steps fetch what they read of a step to come, piece by piece: a burst of prefetches would hold up the arithmetic.
+        self.streaming = spec.type_k in cache.SIZES and spec.type_v in cache.SIZES
 
     def walk(self, span: Span, rows: Value) -> None:
         """All steps of the span for the first ``rows`` rows."""
@@ -45,25 +48,29 @@ class Steps(Rows):
         first = b.ashr(span.low, e.i64(4))
         stop = b.ashr(b.add(span.high, e.i64(STEP - 1)), e.i64(4))
         ready = e.var(I64, first)
-        self.announce_until(span, ready, e.imin(stop, b.add(first, e.i64(2))))
 
-        def steps(body: Callable[[Span, Value, Value], None]) -> None:
+        def announced(ahead: int, fetch: bool, body: Callable[[Span, Value, Value], None]) -> None:
             with e.for_range(first, stop, name="step") as step:
-                # Two at a time until the distance is reached: the first step must not wait for the addresses of many.
-                aim = e.imin(b.add(step, e.i64(AHEAD + 1)), b.add(ready.get(), e.i64(2)))
-                self.announce_until(span, ready, e.imin(stop, aim))
+                self.announce_until(span, ready, e.imin(stop, b.add(step, e.i64(ahead + 1))), fetch)
                 body(span, step, rows)
 
-        if self.direct:
-            with e.if_else(b.icmp_signed("==", rows, e.i64(self.spec.head_block))) as (alone, several):
-                with alone:
-                    steps(self.step_alone)
-                with several:
-                    steps(self.step_together)
-        else:
-            steps(self.step_together)
+        def together() -> None:
+            announced(AHEAD, True, self.step_together)
 
-    def announce_until(self, span: Span, ready: Var, stop: Value) -> None:
+        def alone() -> None:
+            self.announce_until(span, ready, e.imin(stop, b.add(first, e.i64(NEAR))), True)
+            announced(NEAR, not self.streaming, lambda span, step, _: self.step_alone(span, step, stop))
+
+        if self.direct:
+            with e.if_else(b.icmp_signed("==", rows, e.i64(self.spec.head_block))) as (one, several):
+                with one:
+                    alone()
+                with several:
+                    together()
+        else:
+            together()
+
+    def announce_until(self, span: Span, ready: Var, stop: Value, fetch: bool) -> None:
         """Addresses and prefetch of the cells of steps ``ready..stop-1``; entries that no token sees stand for the nearest one seen."""
         e, b = self.e, self.e.b
         last = b.sub(span.high, e.i64(1))
@@ -73,8 +80,8 @@ class Steps(Rows):
                 seen = e.imax(e.imin(b.add(entry, j), last), span.low)
                 cell = e.sext64(e.load(I32, e.at(span.cells, seen, 4)))
                 slot = b.add(self.ring_slot(step), j)
-                self.keys.announce(slot, cell)
-                self.values.announce(slot, cell)
+                self.keys.announce(slot, cell, fetch)
+                self.values.announce(slot, cell, fetch)
         ready.set(e.imax(ready.get(), stop))
 
     def ring_slot(self, step: Value) -> Value:
@@ -96,14 +103,19 @@ class Steps(Rows):
             with partly, e.for_range(0, rows, name="row") as r:
                 self.add_visible_values(p, v, entry, r)
 
-    def step_alone(self, span: Span, step: Value, _rows: Value) -> None:
+    def step_alone(self, span: Span, step: Value, stop: Value) -> None:
         """One step for the heads of one token, straight from the cache: the same chains as ``step_together``."""
         e, b, s, n = self.e, self.e.b, self.s, self.lanes
         ty = vec(F32, n)
         slot, entry = self.ring_slot(step), b.shl(step, e.i64(4))
         p = self.at(s.p)
+        ahead = b.add(step, e.i64(NEAR))
+        coming = self.ring_slot(b.select(b.icmp_signed("<", ahead, stop), ahead, step))
         scores = [[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(self.spec.head_block)]
         for i, count in self.keys.chunks(self.keys.block):
+            if self.streaming:
+                for j in range(STEP):
+                    self.keys.fetch_part(self.keys.row(coming, j), i, count)
             q = e.at(self.at(s.q), i, 4)
             for w in range(self.width):
                 for c, column in enumerate(self.keys.columns(slot, n * w, i, count)):
@@ -122,6 +134,8 @@ class Steps(Rows):
             acc = [[e.var(ty, e.load(ty, e.gep(at, 4 * n * c))) for c in range(vectors)] for at in rows]
             with e.for_range(begin, end, name="entry") as j:
                 source = self.values.row(slot, j)
+                if self.streaming:
+                    self.values.fetch_part(self.values.row(coming, j), i, count)
                 factors = [e.splat(e.load(F32, e.gep(e.at(p, j, 4), 4 * STEP * row)), n) for row in range(self.spec.head_block)]
                 for c in range(vectors):
                     value = self.values.load(source, b.add(i, e.i64(n * c)), min(n, count - n * c))
