@@ -27,8 +27,6 @@ _GATE_NODES = 7
 """Part of the mixture, part of scale and base, product, sum, sigmoid, eps or factor."""
 _VECTOR_NODES = 6
 """gamma, scale and base with their casts."""
-_MIX_NODES = 5
-"""Reshaped gates, product, permute, cont, sum and its reshape are shared out: see ``mix_in``."""
 
 
 @dataclass(frozen=True)
