@@ -23,8 +23,11 @@ PREFIXES = (
     "glm4moe-",
     "smollm3-",
     "deepseek2-",
+    "glm-dsa-",
 )
-CASES = golden_cases(*PREFIXES)
+PREDICTORS = ("glm-dsa-mtp",)
+"""Cases whose steps ask layers that predict further ahead."""
+CASES = [case for case in golden_cases(*PREFIXES) if case.name not in PREDICTORS]
 
 
 @pytest.fixture(scope="module")

@@ -80,8 +80,11 @@ class _Scores:
         e, b = self.e, self.e.b
         last = b.sub(e.param("R"), e.i64(1))
         with e.for_range(0, STEP, name="entry") as j:
-            cell = e.load(I32, e.at(e.arg_ptr(5), e.imin(b.add(begin, j), last), 4))
-            self.keys.announce(j, e.sext64(cell))
+            cell = e.sext64(e.load(I32, e.at(e.arg_ptr(5), e.imin(b.add(begin, j), last), 4)))
+            row = e.at(self.keys.base, cell, self.keys.cell_size)
+            e.store(row, e.at(self.keys.ring, j, 8))
+            for line in range(0, self.keys.row_size, 64):
+                e.prefetch(e.gep(row, line), 2)
         self.keys.store_columns(e.i64(0), self.columns)
         end = b.add(begin, e.i64(STEP))
         with e.for_range(0, e.param("T"), name="token") as t:

@@ -1,0 +1,180 @@
+"""Sparse attention in compiled models: bits that depend on nothing but the sequence; a choice of everything is dense attention."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.session import Session
+from support import golden_cases
+
+CASE = next(case for case in golden_cases("glm-dsa-topk8") if case.name == "glm-dsa-topk8")
+LENGTH = 60
+SPARSE = {"dsa": True, "dsa_top_k": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sparse": {"builder": SPARSE},
+    "dense": {},
+    "all": {"builder": SPARSE | {"dsa_top_k": 4096}},
+    "unfused": {"builder": SPARSE, "pipeline": "hoist,dce"},
+}
+
+Open = Callable[..., Session]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("sparse")
+
+    def artifact(kind: str) -> Path:
+        path = folder / f"{kind}.ggufc"
+        if not path.exists():
+            compile_file(CASE / "model.gguf", path, CompileOptions(jobs=1, **OPTIONS[kind]))
+        return path
+
+    return artifact
+
+
+@pytest.fixture(scope="module")
+def opened(artifacts: Callable[[str], Path]) -> Open:
+    def make(kind: str = "sparse", **options: Any) -> Session:
+        return Session(artifacts(kind), **{"n_ctx": 256, "n_batch": 256, "n_seq_max": 4, "n_threads": 1, **options})
+
+    return make
+
+
+def tokens(n: int = LENGTH, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 320, n).tolist()
+
+
+def one_by_one(session: Session, mine: list[int], seq: int = 0) -> np.ndarray:
+    return np.concatenate([session.decode([t], seq=seq, logits="all") for t in mine])
+
+
+@pytest.fixture(scope="module")
+def reference(opened: Open) -> Iterator[np.ndarray]:
+    with opened(n_ubatch=1) as s:
+        yield one_by_one(s, tokens())
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=6), st.integers(1, 3), st.sampled_from([1, 5, 64]), st.booleans())
+def test_chunks_threads_and_reuse(opened: Open, reference: np.ndarray, sizes: list[int], threads: int, n_ubatch: int, reuse: bool) -> None:
+    # S138: keys of the indexer persist, so a prefill and decoding choose what one batch chooses.
+    with opened(n_threads=threads, n_ubatch=n_ubatch, graph_reuse=reuse) as s:
+        rows, at = [], 0
+        while at < LENGTH:
+            size = sizes[len(rows) % len(sizes)]
+            rows.append(s.decode(tokens()[at : at + size], logits="all"))
+            at += size
+    assert np.array_equal(np.concatenate(rows), reference)
+
+
+def test_a_choice_of_everything_has_the_bits_of_dense_attention(opened: Open, reference: np.ndarray) -> None:  # S137
+    logits = {}
+    for kind in ("dense", "all"):
+        with opened(kind) as s:
+            logits[kind] = np.concatenate([s.decode(tokens()[:50], logits="all"), one_by_one(s, tokens()[50:])])
+    assert np.array_equal(logits["dense"], logits["all"])
+    assert np.array_equal(logits["dense"][:8], reference[:8])  # up to eight cells are all chosen
+    assert np.abs(logits["dense"][8:] - reference[8:]).max() > 1
+
+
+def test_fused_and_unfused_agree(opened: Open, reference: np.ndarray) -> None:  # S141, S153
+    with opened("unfused", n_ubatch=16) as s:
+        np.testing.assert_allclose(s.decode(tokens(), logits="all"), reference, atol=5e-3)
+
+
+def test_packed_sequences_have_the_bits_of_each_alone(opened: Open) -> None:  # S142
+    lengths = (40, 33, 27, 12)
+    alone = {}
+    for seq, n in enumerate(lengths):
+        with opened() as s:
+            alone[seq] = s.decode(tokens(n, seq), logits="all")
+    order = [(p, seq) for p in range(max(lengths)) for seq in range(4) if p < lengths[seq]]
+    with opened() as s:
+        mine = [tokens(n, seq) for seq, n in enumerate(lengths)]
+        rows = s.decode([mine[seq][p] for p, seq in order], pos=[p for p, _ in order], seq=[seq for _, seq in order], logits="all")
+        for seq in range(4):
+            assert np.array_equal(rows[[i for i, (_, q) in enumerate(order) if q == seq]], alone[seq])
+
+
+def test_dropped_positions_move_the_sink(opened: Open) -> None:  # S143
+    """After the first ten positions are gone, the first survivor is in every choice: what it holds keeps mattering."""
+
+    def run(drop: int) -> np.ndarray:
+        with opened() as s:
+            s.decode(tokens(30), seq=0, logits="none")
+            s.seq_cp(0, 1, 0, -1)
+            s.seq_rm(0, 0, drop)
+            return s.decode(tokens(6, 9), seq=0, logits="all")
+
+    first, second = run(10), run(10)
+    assert np.array_equal(first, second)
+    assert np.abs(first - run(9)).max() > 1e-3
+
+
+def test_cells_copies_and_saved_state_do_not_matter(opened: Open, reference: np.ndarray) -> None:  # S144
+    mine = tokens()
+    with opened(n_ubatch=16) as s:
+        s.decode(tokens(20, 5), seq=1, logits="none")
+        s.decode(mine[:25], seq=0, logits="none")
+        s.decode(tokens(15, 6), seq=2, logits="none")
+        s.decode(mine[25:40], seq=0, logits="none")
+        s.seq_rm(1)
+        s.decode(mine[40:45], seq=0, logits="none")
+        s.seq_cp(0, 3)
+        saved = io.BytesIO()
+        s.state_save(saved, 0)
+        assert np.array_equal(s.decode(mine[45:], seq=0, logits="all"), reference[45:])
+        s.seq_rm(2)
+        assert s.defrag() > 0
+        assert np.array_equal(s.decode(mine[45:], seq=3, logits="all"), reference[45:])
+        s.state_load(saved.getvalue(), 2)
+        assert np.array_equal(s.decode(mine[45:], seq=2, logits="all"), reference[45:])
+
+
+def index_keys(session: Session) -> dict[str, np.ndarray]:
+    caches = session._executor.caches
+    return {name: caches.view(name).copy() for name in caches.specs if name.endswith("indexer_k")}
+
+
+def test_reused_graphs_write_the_same_index_keys(opened: Open) -> None:  # S146
+    """There is no fixup to forget: rows are written where an input says. A step that writes elsewhere shows in the bytes."""
+    kept = {}
+    for reuse in (True, False):
+        with opened(graph_reuse=reuse) as s:
+            one_by_one(s, tokens(40))
+            assert s._executor.program.fixups == []
+            kept[reuse] = index_keys(s)
+    assert len(kept[True]) == 3
+    for name, rows in kept[True].items():
+        assert np.array_equal(rows, kept[False][name])
+        assert len(np.unique(rows[:40], axis=0)) == 40 and not rows[40:].any()
+
+
+def test_shifts_of_positions_are_refused(opened: Open) -> None:  # S145
+    with opened() as s:
+        s.decode(tokens(20), logits="none")
+        with pytest.raises(RuntimeRefusal):
+            s.seq_add(0, 0, -1, 3)
+        s.decode(tokens(1), logits="all")
+
+
+def test_attention_reads_by_the_choice_and_not_by_the_context(artifacts: Callable[[str], Path]) -> None:  # S154
+    from ggufc.runtime.artifact import Artifact
+
+    with Artifact.open(artifacts("sparse")) as artifact:
+        (program,) = [p for p in artifact.manifest.programs if p.name == "eval"]
+        reads = {launch.node: launch.bytes for launch in program.launches if launch.node.endswith("kqv.fused")}
+        scores = {launch.node: launch.bytes for launch in program.launches if launch.node.endswith("top_k.scores")}
+    assert len(reads) == 5 and all(moved == {"T": 8 * 48 * 2} for moved in reads.values())
+    assert len(scores) == 3 and all(moved == {"R": 32 * 2} for moved in scores.values())
