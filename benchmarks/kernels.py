@@ -17,9 +17,10 @@ from typing import ClassVar
 import click
 import numpy as np
 
-from ggufc.codegen.cpu import driver, image, objectcode
+from ggufc.codegen.cpu import driver
 from ggufc.codegen.cpu.target import Target, resolve
 from ggufc.codegen.emitter import I32, Emitter, vec
+from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
 from ggufc.codegen.weights import FloatFormat, q8_record, weight_format
@@ -84,15 +85,7 @@ class Bench:
     """A thread team over the kernels of one target."""
 
     def __init__(self, target: Target, specs: list[KernelSpec], threads: int) -> None:
-        objects = []
-        for spec in specs:
-            module = objectcode.new_module(target, symbol(spec))
-            spec.emit(Emitter(module, target, symbol(spec)))
-            objects.append(objectcode.emit_object(target, module))
-        module = objectcode.new_module(target, "driver")
-        driver.emit_driver(module, target)
-        objects.append(objectcode.emit_object(target, module))
-        linked = image.link(objects)
+        linked, _ = build_image(specs, target, jobs=1)
         self._code = CodeImage(np.frombuffer(linked.code, np.uint8))
         self._entry = {name: self._code.address(at) for name, (at, _) in linked.symbols.items()}
         scratch = max(64, *(spec.scratch_bytes(target) for spec in specs))

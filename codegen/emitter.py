@@ -241,7 +241,7 @@ class Emitter:
 
     @contextmanager
     def while_loop(self, name: str = "loop") -> Iterator[_Loop]:
-        """An endless loop left with ``loop.break_if(cond)`` / ``loop.break_()``; ``loop.continue_if(cond)`` restarts it."""
+        """An endless loop left with ``loop.break_if(cond)``; ``loop.continue_if(cond)`` restarts it."""
         head = self.fn.append_basic_block(f"{name}.head")
         done = self.fn.append_basic_block(f"{name}.done")
         self.b.branch(head)
@@ -425,8 +425,7 @@ class Emitter:
         """Per i32 lane: ``acc + sum of 4 products`` of unsigned bytes ``u`` and signed bytes ``s``, exact.
 
         ``acc``: <n x i32>; ``u``, ``s``: <n x i32> whose bytes are the factors. ``u_max`` bounds the unsigned bytes: up to 127 the AVX2
-        form
-        cannot saturate in its 16-bit sums (2 * 127 * 128 < 32768) and is used as it is.
+        form cannot saturate in its 16-bit sums (2 * 127 * 128 < 32768) and is used as it is.
         """
         n = acc.type.count
         vnni = self.target.vnni
@@ -481,9 +480,6 @@ class _Loop:
         following = self._e.fn.append_basic_block("next")
         self._e.b.cbranch(cond, self._done, following)
         self._e.b.position_at_end(following)
-
-    def break_(self) -> None:
-        self._e.b.branch(self._done)
 
     def continue_if(self, cond: Value) -> None:
         following = self._e.fn.append_basic_block("next")

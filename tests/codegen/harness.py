@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ggufc.codegen.cpu import driver, image, objectcode
+from ggufc.codegen.cpu.image import Image
 from ggufc.codegen.cpu.target import LEVELS, Target, host_features, resolve
-from ggufc.codegen.emitter import Emitter
+from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.formats.abi import PARAMS
 
@@ -27,7 +27,7 @@ def runnable_targets() -> list[Target]:
 class Loaded:
     """An image mapped executable."""
 
-    def __init__(self, img: image.Image) -> None:
+    def __init__(self, img: Image) -> None:
         size = max(len(img.code), 1)
         self._map = mmap.mmap(-1, size, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         self._map.write(img.code)
@@ -39,15 +39,7 @@ class Loaded:
 
 
 def build(specs: Sequence[KernelSpec], target: Target) -> Loaded:
-    objects = []
-    for spec in specs:
-        module = objectcode.new_module(target, symbol(spec))
-        spec.emit(Emitter(module, target, symbol(spec)))
-        objects.append(objectcode.emit_object(target, module))
-    module = objectcode.new_module(target, "driver")
-    driver.emit_driver(module, target)
-    objects.append(objectcode.emit_object(target, module))
-    return Loaded(image.link(objects))
+    return Loaded(build_image(specs, target, jobs=1)[0])
 
 
 class Guarded:
