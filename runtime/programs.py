@@ -62,15 +62,23 @@ def _operand(text: str, sizes: Mapping[str, int], key: str) -> int:
 def choose(artifact: Artifact, base: str, sizes: Mapping[str, int]) -> str:
     """Name of the program called ``base``, or a variant of it, whose observations all hold for ``sizes``.
 
-    RuntimeRefusal if there is none of that name, or none for these sizes.
+    RuntimeRefusal if there is none of that name, or none for these sizes; ArtifactError if several are: an observation is missing.
     """
     variants = [program for program in artifact.manifest.programs if base_name(program.name) == base]
-    reasons = []
+    reasons, fitting = [], []
     for program in variants:
         wrong = unmet(program, sizes)
-        if not wrong:
-            return program.name
-        reasons.append(f"{program.name}: {'; '.join(wrong)}")
+        if wrong:
+            reasons.append(f"{program.name}: {'; '.join(wrong)}")
+        else:
+            fitting.append(program.name)
+    if len(fitting) > 1:
+        raise ArtifactError(
+            f"{artifact.path}: the programs {' and '.join(fitting)} differ in nothing their builders are known to have looked at; compile the "
+            "model again"
+        )
+    if fitting:
+        return fitting[0]
     if not variants:
         wants = "embeddings" if base.endswith("_embd") else "token ids"
         raise RuntimeRefusal(f"this artifact has no program {base!r}, so it does not take {wants} as input; compile the model with it")

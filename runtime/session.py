@@ -231,9 +231,10 @@ class Session:
             raise RuntimeRefusal(f"{len(batch)} tokens that see each other must fit in one micro-batch; raise n_ubatch ({self.n_ubatch})")
         starts = cells.plan(counts)
         if starts is None:
+            scattered = "; those that are free do not lie side by side, defrag() gathers them" * (cells.size - cells.used >= len(batch))
             raise RuntimeRefusal(
-                f"no room for {len(batch)} tokens: {cells.used} of {cells.size} cells are in use; free some (seq_rm), or use a larger "
-                "n_ctx or a smaller batch",
+                f"no room for {len(batch)} tokens: {cells.used} of {cells.size} cells are in use{scattered}; free some (seq_rm), or use a "
+                "larger n_ctx or a smaller batch",
                 soft=True,
             )
         self.apply_shift()

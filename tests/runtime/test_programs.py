@@ -96,6 +96,15 @@ def test_observations_about_sizes_are_checked_and_others_are_not(observed, n, ho
     assert (programs.unmet(variant("eval", "eval", observed), {"n_ctx_seq": n}) == []) == holds
 
 
+@pytest.mark.parametrize("forgetful", [0, 1])
+def test_a_forgotten_observation_is_found_when_the_session_opens(varied, forgetful):
+    """Mutation: one variant does not say what its builder looked at, so it would serve sessions it was not built for."""
+    mutated = list(BOTH[:2])
+    mutated[forgetful] = variant("eval", mutated[forgetful].name)
+    with pytest.raises(ArtifactError, match=r"the programs eval and eval@n_ctx_seq > 300 differ in nothing"):
+        varied(*mutated, n_ctx=512 if forgetful == 0 else 256)
+
+
 def test_a_comparison_with_an_unknown_size_is_a_damaged_artifact():
     with pytest.raises(ArtifactError, match="unknown size 'n_moon'"):
         programs.unmet(variant("eval", "eval", ("n_ctx_seq > n_moon", True)), {"n_ctx_seq": 1})

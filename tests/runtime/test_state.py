@@ -7,6 +7,8 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import fake_model
 from ggufc.formats.artifact import Cache
@@ -272,6 +274,32 @@ def test_a_truncated_context_empties_the_cache(session):  # S12
         with pytest.raises(RuntimeRefusal):
             s.state_load(blob[:cut])
         assert s.cells.used == 0 and not s.cells.member.any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damaged_bytes_are_refused_or_read_as_a_state(toy, data):  # S12
+    """Whatever a blob holds, it is refused as a whole or leaves books and rows that agree."""
+    with Session(toy, n_threads=1, n_ctx=256, n_seq_max=2) as s:
+        s.decode(TOKENS[:6], seq=0)
+        s.decode(TOKENS[20:23], seq=1)
+        seq = data.draw(st.sampled_from([None, 0]))
+        blob = bytearray(blob_of(s, seq))
+        want = s.decode([100], seq=1)
+        s.seq_rm(1, 3, -1)
+        for _ in range(data.draw(st.integers(1, 3))):
+            at = data.draw(st.integers(0, len(blob) - 4) | st.integers(0, 60))
+            struct.pack_into("<I", blob, at, data.draw(st.sampled_from([0, 1, 2, 3, 255, 1 << 16, 1 << 31, (1 << 32) - 1])))
+        try:
+            s.state_load(bytes(blob), seq)
+        except RuntimeRefusal:
+            assert s.pos_max(0) == -1 and s.cells.used == (0 if seq is None else 3)
+        if seq is not None:
+            assert np.array_equal(s.decode([100], seq=1), want)
+        assert s.cells.used == int((s.cells.pos >= 0).sum())
+        if s.pos_max(0) < 1 << 30:
+            assert s.decode([101], seq=0).shape == (1, s.n_vocab)  # rows are only numbers: a flipped bit in one is not noticed
 
 
 def test_bytes_after_the_last_section_are_refused(session):
