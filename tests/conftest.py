@@ -1,4 +1,4 @@
-"""Shared fixtures: golden folders, golden text files, real models, CPU-feature markers."""
+"""What all tests share: golden text files, and signals as a terminal would deliver them. ``support`` finds golden cases."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from support import golden_cases, golden_dirs
-
-__all__ = ["golden_cases", "golden_dirs"]
-
 
 # A gate started in the background ignores SIGINT, and so would every process the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,19 +28,3 @@ def golden_text(request: pytest.FixtureRequest):
         assert str(result) == path.read_text()
 
     return check
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``isa(...)`` on machines without those CPU features."""
-    features: set[str] | None = None
-    for item in items:
-        mark = item.get_closest_marker("isa")
-        if mark is None:
-            continue
-        if features is None:
-            from ggufc.runtime.cpuinfo import host_features
-
-            features = set(host_features())
-        missing = [f for f in mark.args if f not in features]
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=f"CPU lacks {', '.join(missing)}"))

@@ -14,7 +14,6 @@ from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
-from ggufc.codegen.weights import weight_format
 from harness import run, runnable_targets
 from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
 from quant_golden import quant_cases

@@ -28,7 +28,8 @@ def experts(name: str, n: int = N) -> list[np.ndarray]:
 def choices(tokens: int, rng: np.random.Generator) -> np.ndarray:
     """Different experts per token, some of them rarely: i32 [tokens, USED]."""
     popular = rng.permutation(EXPERTS)
-    return np.stack([popular[np.argsort(rng.random(EXPERTS) + [0, 0, 0.3, 0.5, 0.9])[:USED]] for _ in range(tokens)]).astype(np.int32)
+    handicap = np.array([0, 0, 0.3, 0.5, 0.9])
+    return np.stack([popular[np.argsort(rng.random(EXPERTS) + handicap)[:USED]] for _ in range(tokens)]).astype(np.int32)
 
 
 def choose(name: str, x: np.ndarray, ids: np.ndarray, target=NATIVE, broadcast: bool = True, rows: str = "T", n: int = N) -> np.ndarray:
