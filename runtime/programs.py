@@ -74,8 +74,8 @@ def choose(artifact: Artifact, base: str, sizes: Mapping[str, int]) -> str:
             fitting.append(program.name)
     if len(fitting) > 1:
         raise ArtifactError(
-            f"{artifact.path}: the programs {' and '.join(fitting)} differ in nothing their builders are known to have looked at; compile the "
-            "model again"
+            f"{artifact.path}: the programs {' and '.join(fitting)} differ in nothing their builders are known to have looked at; compile "
+            "the model again"
         )
     if fitting:
         return fitting[0]
