@@ -55,7 +55,12 @@ def merge(rw: Rewriter, group: Sequence[Node]) -> None:
 
 
 def _accepts(rw: Rewriter, user: Node) -> bool:
-    """Do ``user`` and what reads it through views still verify?"""
+    """Do ``user`` and what reads it through views still verify, and mean the same?
+
+    A ``view`` states strides of the storage it was written for, so it must see a contiguous product.
+    """
+    if user.op.name == "view":
+        return False
     try:
         infer_type(user, None if user.op.declared_type else user.type)
     except IRError:

@@ -432,6 +432,32 @@ def test_merge_qkv_of_mixed_types_merges_those_that_agree(types: tuple[str, str,
     assert len(g.find("mul_mat")) == left
 
 
+def test_merge_qkv_keeps_the_meaning_of_views_with_their_own_strides() -> None:
+    """A ``view`` of one projection states strides of that projection's storage; over the merged rows they would mean other elements."""
+    g = graph()
+    x = g.input("x", "embd", TensorType("f32", (8, T)))
+    k = g.add("mul_mat", g.weight("k", TensorType("f32", (8, 6))), x, name="k")
+    v = g.add("mul_mat", g.weight("v", TensorType("f32", (8, 4))), x, name="v")
+    slots = g.input("slots", "kv_slots", TensorType("i32", (T,)))
+    half = g.add("view", k, ne=(3, T), nb=(1, 6), offset=3, name="half")
+    g.add("set_rows", g.cache("c", TensorType("f32", (3, C))), g.add("cont", half), slots, name="store")
+    g.outputs["half"] = g.add("scale", half, s=1.0, b=0.0)
+    g.outputs["v"] = g.add("scale", v, s=2.0, b=0.0)
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((n, 8)).astype(np.float32) for name, n in (("k", 6), ("v", 4))}
+    inputs = {"x": rng.standard_normal((5, 8)).astype(np.float32), "slots": np.arange(5, dtype=np.int32)}
+
+    def run(graph: Graph) -> list[np.ndarray]:
+        caches = {"c": np.zeros((5, 3), np.float32)}
+        out = interpret(graph, weights, inputs, caches, {"T": 5, "C": 5})
+        return [out["half"], out["v"]]
+
+    merged = g.clone()
+    assert PassManager.parse("merge-qkv").run(merged)[0].changed
+    for want, got in zip(run(g), run(merged)):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_merge_qkv_near_misses() -> None:
     g = graph()  # no cache is written: these are other projections
     a, b = products(g, ("f32", 32), ("f32", 32))
