@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from support import golden_dirs
 
 
 class QuantCase(NamedTuple):
@@ -22,18 +22,8 @@ class QuantCase(NamedTuple):
 
 
 @cache
-def golden_folders() -> list[Path]:
-    """``golden_dirs`` of the suite's conftest; loaded by path because every room has a conftest of the same name."""
-    spec = importlib.util.spec_from_file_location("suite_conftest", Path(__file__).resolve().parent.parent / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.golden_dirs())
-
-
-@cache
 def quant_cases() -> dict[str, QuantCase]:
-    folders = [root / "quant-tensors" for root in golden_folders()]
+    folders = [root / "quant-tensors" for root in golden_dirs()]
     full = [f for f in folders if (f / "x.npy").is_file()]
     cases = {}
     if full:

@@ -9,9 +9,9 @@ from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import DIALECTS, TYPES, row_bytes, tensor_bytes, type_by_id, type_by_name
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.quants import dequantize
-from quant_golden import golden_folders
+from support import golden_dirs
 
-MODELS = sorted(path for root in golden_folders() for path in root.glob("*/*.gguf"))
+MODELS = sorted(path for root in golden_dirs() for path in root.glob("*/*.gguf"))
 
 
 def test_sizes_equal_the_gguf_package():

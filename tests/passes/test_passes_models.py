@@ -6,7 +6,6 @@ and one that starts matching deserves a look. After an intended change: ``pytest
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -21,21 +20,10 @@ from ggufc.passes import DEFAULT_PIPELINE, PassManager, compare_counts, fusion_c
 from ggufc.passes.cache_fixups import check_fixups
 from ggufc.passes.reuse_key import check_reuse_key, explain
 from passes_graphs import evaluate
+from support import golden_cases
 
 BASELINE = Path(__file__).with_name("fusion_counts.json")
-
-
-def _golden_cases(*prefixes: str) -> list[Path]:
-    """``golden_cases`` of the suite's conftest, loaded by path because several rooms have a conftest."""
-    spec = importlib.util.spec_from_file_location("ggufc_suite_conftest", Path(__file__).parent.parent / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: list[Path] = module.golden_cases(*prefixes)
-    return found
-
-
-CASES = _golden_cases("llama-", "gemma3-")
+CASES = golden_cases("llama-", "gemma3-")
 
 
 def build(folder: Path, **options: str) -> tuple[Model, GGUFFile, Graph]:
@@ -65,7 +53,7 @@ def test_the_comparison_works_in_both_directions() -> None:
     ]
 
 
-@pytest.mark.parametrize("folder", _golden_cases("llama-gqa-tied", "llama-moe-split", "gemma3-7"), ids=lambda p: p.name)
+@pytest.mark.parametrize("folder", golden_cases("llama-gqa-tied", "llama-moe-split", "gemma3-7"), ids=lambda p: p.name)
 def test_fused_models_compute_what_the_builders_built(folder: Path) -> None:
     # Tolerance: removed roundings may tip f16 cache entries (2^-10 of them); the deepest model has seven layers.
     model, file, built = build(folder)
