@@ -27,7 +27,8 @@ _BATCH = 256
 class MatMulId:
     """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, rows], W ``n_expert`` repacked matrices one after the other.
 
-    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records (or contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t).
+    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records (or contiguous f32 rows for float formats),
+    one per token with ``broadcast_x``, else one per (u, t).
 
     Tiles: ``tiles`` per started 8 tokens. A tile is a block of an expert's rows and a share of the positions in ``ids``; it takes the
     experts that *first* occur in its share, each with all tokens that chose it, wherever they stand. So every weight is unpacked once

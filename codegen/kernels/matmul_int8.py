@@ -4,7 +4,11 @@ One output element is, for each block of 32 (or 16) columns in ascending order,
 
     acc = fma(f32(sum of code * q), scale_w * d, acc);   acc = fma(min_w, s, acc) where the type has minima
 
-with exact integer sums. ``direct`` unpacks weights in registers, ``panel`` reads them from an unpacked copy that serves all tokens:
+with exact integer sums. Formats with integer scales per 16 columns (``integer_scales``) add up both halves first:
+
+    acc = fma(f32(scale_0 * sum_0 + scale_1 * sum_1), d_w * d, acc);   minima likewise
+
+``direct`` unpacks weights in registers, ``panel`` reads them from an unpacked copy that serves all tokens:
 same operations, same bits.
 """
 
@@ -15,10 +19,11 @@ from dataclasses import dataclass
 
 from ggufc.codegen.emitter import F32, I32, Emitter, Value, Var, vec
 from ggufc.codegen.weights.activations import q8_record
-from ggufc.codegen.weights.base import Cursor, Unpacked, WeightFormat, load_f32, load_word
+from ggufc.codegen.weights.base import Cursor, Parts, Unpacked, WeightFormat, load_f32, load_word
 
 _UNROLL = 4
 """Chunks of up to this many blocks are unrolled."""
+_AHEAD = 4096
 
 
 @dataclass
@@ -48,8 +53,18 @@ class Int8Product:
         """Accumulators, one vector of weight rows per activation record at ``rows``."""
         acc = self._accumulators(e, len(rows))
         for i, cursor in self._walk(e, group, part):
+            if self.format.prefetch and len(rows) == 1:
+                self._prefetch(e, i, cursor)
             self._block(e, self.format.unpack(e, cursor), rows, i, acc, self.format.offset)
         return [a.get() for a in acc]
+
+    def _prefetch(self, e: Emitter, i: Value, cursor: Cursor) -> None:
+        """Ask for what lies ``_AHEAD`` bytes further on: of the two streams in a chunk, scales and codes, the hardware follows one."""
+        m = self.format.chunk_blocks(self.k)
+        lines = -(-self.format.chunk_bytes(self.k) // (64 * m))
+        ahead = e.at(e.gep(cursor.supers, _AHEAD), e.b.and_(i, e.i64(m - 1)), 64 * lines)
+        for line in range(lines):
+            e.prefetch(e.gep(ahead, 64 * line), 3)
 
     def _walk(self, e: Emitter, group: Value, part: int | Value) -> Iterator[tuple[Value, Cursor]]:
         """Inside emitted loops over the group: (number of the block of 32 columns, its addresses)."""
@@ -86,36 +101,58 @@ class Int8Product:
 
     def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
         b, lanes = e.b, e.target.lanes
-        ints, floats = vec(I32, lanes), vec(F32, lanes)
-        at = q8_record(self.k)
-        qs = e.at(x, i, 32)
+        floats, at = vec(F32, lanes), q8_record(self.k)
         d = e.splat(e.load(F32, e.at(e.gep(x, at.off_d), i, 4)), lanes)
-        n = len(u.scales)
-        per = 8 // n
-        for g in range(n):
-            if offset:
-                where = e.at(e.gep(x, at.off_c32), i, 4) if n == 1 else e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)
-                total = e.splat(e.load(I32, where), lanes)
-                shift = 7 - (offset.bit_length() - 1)
-                if shift:
-                    total = b.ashr(total, e.const(ints, shift))
-            else:
-                total = e.const(ints, 0)
-            for j in range(per * g, per * (g + 1)):
-                total = e.dot4(total, u.quads[j], e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes), self.format.u_max)
-            acc.set(e.fma(b.sitofp(total, floats), b.fmul(u.scales[g], d), acc.get()))
+        n = 32 // self.format.group
+        sums = [self._sum(e, u, x, i, g, offset) for g in range(n)]
+        if u.parts is not None:
+            total = _dot(e, sums, u.parts.scales)
+            acc.set(e.fma(b.sitofp(total, floats), b.fmul(u.parts.d, d), acc.get()))
+            if u.parts.low is not None:
+                # c16 is -128 times the sum of the activations.
+                c = [e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes) for g in range(n)]
+                low = b.fmul(b.fmul(u.parts.low, e.const(floats, 1 / 128)), d)
+                acc.set(e.fma(b.sitofp(_dot(e, c, u.parts.mins), floats), low, acc.get()))
+            return
+        for total, scale in zip(sums, u.scales):
+            acc.set(e.fma(b.sitofp(total, floats), b.fmul(scale, d), acc.get()))
         if len(u.mins) == 1:
             s = e.splat(e.load(F32, e.at(e.gep(x, at.off_s), i, 4)), lanes)
             acc.set(e.fma(u.mins[0], s, acc.get()))
         for g, low in enumerate(u.mins if len(u.mins) > 1 else []):
-            # c16 is -128 times the sum of the activations: a power of two, so the factor moves into the minimum without a rounding.
-            c = e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes)
-            acc.set(e.fma(b.fmul(low, e.const(floats, -1 / 128)), b.fmul(d, b.sitofp(c, floats)), acc.get()))
+            # A power of two, so the factor of c16 moves into the minimum without a rounding.
+            c16 = e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes)
+            acc.set(e.fma(b.fmul(low, e.const(floats, -1 / 128)), b.fmul(d, b.sitofp(c16, floats)), acc.get()))
+
+    def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int) -> Value:
+        """Integer sum of group ``g`` of the block, offset removed."""
+        b, lanes = e.b, e.target.lanes
+        ints, at, n = vec(I32, lanes), q8_record(self.k), 32 // self.format.group
+        qs, per = e.at(x, i, 32), 8 // n
+        if offset:
+            where = e.at(e.gep(x, at.off_c32), i, 4) if n == 1 else e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)
+            total = e.splat(e.load(I32, where), lanes)
+            shift = 7 - (offset.bit_length() - 1)
+            if shift:
+                total = b.ashr(total, e.const(ints, shift))
+        else:
+            total = e.const(ints, 0)
+        for j in range(per * g, per * (g + 1)):
+            total = e.dot4(total, u.quads[j], e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes), self.format.u_max)
+        return total
+
+
+def _dot(e: Emitter, a: Sequence[Value], c: Sequence[Value]) -> Value:
+    """Sum of integer products."""
+    total = e.b.mul(a[0], c[0])
+    for x, y in zip(a[1:], c[1:]):
+        total = e.b.add(total, e.b.mul(x, y))
+    return total
 
 
 @dataclass
 class Panel:
-    """An unpacked group: per block of 32 columns eight code quads of 16 rows, then scales and minima in f32.
+    """An unpacked group: per block of 32 columns eight code quads of 16 rows, then scales and minima.
 
     Where ``dot4`` takes all unsigned bytes at full speed, codes are moved to offset 128, so that the accumulator starts from a plain
     load.
@@ -125,7 +162,9 @@ class Panel:
 
     @property
     def numbers(self) -> int:
-        return (32 // self.format.group) * (2 if self.format.has_min else 1)
+        """Words per row after the codes: scales and minima, and the numbers they are multiples of where they are integers."""
+        per_group = 32 // self.format.group + (1 if self.format.integer_scales else 0)
+        return per_group * (2 if self.format.has_min else 1)
 
     @property
     def block_bytes(self) -> int:
@@ -142,7 +181,12 @@ class Panel:
             if move:  # bytes stay below 256, so no carry crosses them
                 quad = e.b.add(quad, e.const(quad.type, move * 0x01010101))
             e.store(quad, e.gep(at, 64 * q))
-        for j, v in enumerate([*u.scales, *u.mins]):
+        if u.parts is not None:
+            low = [] if u.parts.low is None else [u.parts.low, *u.parts.mins]
+            numbers = [u.parts.d, *u.parts.scales, *low]
+        else:
+            numbers = [*u.scales, *u.mins]
+        for j, v in enumerate(numbers):
             e.store(v, e.gep(at, 512 + 64 * j))
 
     def read(self, e: Emitter, panel: Value, i: Value, part: int | Value) -> Unpacked:
@@ -150,4 +194,7 @@ class Panel:
         cursor = Cursor(e.at(panel, i, self.block_bytes), panel, panel, part)
         quads = [load_word(e, cursor, q) for q in range(8)]
         numbers = [load_f32(e, cursor.codes, 512 + 64 * j, part) for j in range(self.numbers)]
-        return Unpacked(quads, numbers[:n], numbers[n:])
+        if not self.format.integer_scales:
+            return Unpacked(quads, numbers[:n], numbers[n:])
+        scales, mins = ([e.b.bitcast(v, vec(I32, e.target.lanes)) for v in numbers[at : at + n]] for at in (1, n + 2))
+        return Unpacked(quads, [], [], Parts(numbers[0], scales, numbers[n + 1] if self.format.has_min else None, mins))

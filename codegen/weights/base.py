@@ -42,11 +42,23 @@ class Unpacked:
     """32 columns of one part of a group, in registers.
 
     ``quads``: eight <n x i32>, lane = row, bytes = the unsigned codes of columns 4j..4j+3. ``scales``: f32 <n>, one for 32 columns or
-    two for 16 each; ``mins`` likewise or empty. A weight is ``scale * (code - offset) + min``.
+    two for 16 each; ``mins`` likewise or empty. A weight is ``scale * (code - offset) + min``. ``parts`` are the same numbers as
+    products of formats with ``integer_scales`` use them.
     """
 
     quads: list[Value]
     scales: list[Value]
+    mins: list[Value]
+    parts: Parts | None = None
+
+
+@dataclass
+class Parts:
+    """Scales and minima as integers i32 <n> times a number f32 <n>: ``scale = d * scales[g]``, ``min = -low * mins[g]``."""
+
+    d: Value
+    scales: list[Value]
+    low: Value | None
     mins: list[Value]
 
 
@@ -78,6 +90,10 @@ class WeightFormat:
     super_bytes: ClassVar[int] = 0
     columns: ClassVar[int] = 32
     """Columns come in multiples of this."""
+    integer_scales: ClassVar[bool] = False
+    """Whether integer sums are multiplied by integer scales before they become f32: fewer steps where scales serve 16 columns."""
+    prefetch: ClassVar[bool] = False
+    """Whether one-token products ask for memory ahead: worth it where unpacking is so long that few loads are on their way."""
     panel_tokens: ClassVar[int] = 64
     """From this many tokens on a group is unpacked to scratch first; below, unpacking again for every block of tokens is cheaper."""
 
@@ -308,6 +324,14 @@ def quads3(e: Emitter, c: Cursor, first: int = 0) -> list[Value]:
 def words2(e: Emitter, c: Cursor, first: int = 0) -> list[Value]:
     """Low and high nibbles of two words, as bytes."""
     return [masked(e, load_word(e, c, first + j), shift, 15) for j in range(2) for shift in (0, -4)]
+
+
+def from_parts(e: Emitter, quads: list[Value], parts: Parts) -> Unpacked:
+    """``Unpacked`` with scales and minima in f32 made of ``parts``; what is not used costs nothing."""
+    floats = vec(F32, e.target.lanes)
+    scales = [e.b.fmul(parts.d, e.b.sitofp(v, floats)) for v in parts.scales]
+    mins = [] if parts.low is None else [e.b.fmul(e.b.fneg(parts.low), e.b.sitofp(v, floats)) for v in parts.mins]
+    return Unpacked(quads, scales, mins, parts)
 
 
 def load_mask(e: Emitter, p: Value, at: int, part: Value | int) -> Value:

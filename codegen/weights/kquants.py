@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ggufc.codegen.emitter import F32, I8, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import I8, I32, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import (
     Cursor,
+    Parts,
     Planes,
     Unpacked,
     WeightFormat,
@@ -20,12 +21,15 @@ from ggufc.codegen.weights.base import (
     blocks_of,
     either,
     field,
+    from_parts,
     load_f16,
     load_field,
     load_small,
     pack1,
     pack2,
+    pack3,
     pack4,
+    quads3,
     quads4,
 )
 
@@ -63,26 +67,22 @@ def _per_group(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 class Q2_K(KQuant):
     type_name, mode, group, has_min, u_max = "q2_k", "q8_k", 16, True, 3
-    code_bytes, scale_bytes, super_bytes = 128, 32, 64
+    code_bytes, scale_bytes, super_bytes, integer_scales = 128, 32, 64, True
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         b = blocks_of(raw, self.type_name)
         return Planes(pack2(_two_bits(b[:, :, 16:80])), _per_group(b[:, :, :16]), (field(b, 80, np.uint16), field(b, 82, np.uint16)))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
-        d, low = load_f16(e, c.supers, 0, c.part), e.b.fneg(load_f16(e, c.supers, 32, c.part))
-        ints, floats = vec(I32, e.target.lanes), vec(F32, e.target.lanes)
-        scales, mins = [], []
-        for i in range(2):
-            both = e.b.zext(load_field(e, c.scales, 16 * i, I8, 1, c.part), ints)
-            scales.append(e.b.fmul(d, e.b.sitofp(e.b.and_(both, e.const(ints, 15)), floats)))
-            mins.append(e.b.fmul(low, e.b.sitofp(e.b.lshr(both, e.const(ints, 4)), floats)))
-        return Unpacked(bits2(e, c, 0, 0), scales, mins)
+        ints = vec(I32, e.target.lanes)
+        both = [e.b.zext(load_field(e, c.scales, 16 * i, I8, 1, c.part), ints) for i in range(2)]
+        scales, mins = [e.b.and_(v, e.const(ints, 15)) for v in both], [e.b.lshr(v, e.const(ints, 4)) for v in both]
+        return from_parts(e, bits2(e, c, 0, 0), Parts(load_f16(e, c.supers, 0, c.part), scales, load_f16(e, c.supers, 32, c.part), mins))
 
 
 class Q3_K(KQuant):
     type_name, mode, group, offset, u_max = "q3_k", "q8_k", 16, 4, 7
-    code_bytes, scale_bytes, super_bytes = 192, 32, 32
+    code_bytes, scale_bytes, super_bytes, integer_scales, prefetch = 192, 32, 32, True, True
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         b = blocks_of(raw, self.type_name)
@@ -90,13 +90,15 @@ class Q3_K(KQuant):
         low = np.concatenate([sc[:, :, :8] & 15, sc[:, :, :8] >> 4], axis=-1)
         high = (sc[:, :, None, 8:12] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(low.shape)
         scales = (low | high << 4).astype(np.int8) - np.int8(32)
-        words = np.concatenate([pack2(_two_bits(b[:, :, 32:96])), pack1(_bit_planes(b[:, :, :32]))], axis=-1)
+        words = pack3(_two_bits(b[:, :, 32:96]) | _bit_planes(b[:, :, :32]) << 2)
         return Planes(words, _per_group(scales), (field(b, 108, np.uint16),))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
-        d = load_f16(e, c.supers, 0, c.part)
-        scales = [e.b.fmul(d, load_small(e, c.scales, 16 * i, c.part, signed=True)) for i in range(2)]
-        return Unpacked(either(e, bits2(e, c, 0, 0), bits1(e, c, 2, 2)), scales, [])
+        return from_parts(e, quads3(e, c), Parts(load_f16(e, c.supers, 0, c.part), _two_scales(e, c), None, []))
+
+
+def _two_scales(e: Emitter, c: Cursor) -> list[Value]:
+    return [e.b.sext(load_field(e, c.scales, 16 * i, I8, 1, c.part), vec(I32, e.target.lanes)) for i in range(2)]
 
 
 def _six_bit_pairs(sc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +143,7 @@ class Q5_K(KQuant):
 
 class Q6_K(KQuant):
     type_name, group, offset, u_max = "q6_k", 16, 32, 63
-    code_bytes, scale_bytes, super_bytes = 384, 32, 32
+    code_bytes, scale_bytes, super_bytes, integer_scales = 384, 32, 32, True
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         b = blocks_of(raw, self.type_name)
@@ -152,9 +154,8 @@ class Q6_K(KQuant):
         return Planes(words, _per_group(scales), (field(b, 208, np.uint16),))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
-        d = load_f16(e, c.supers, 0, c.part)
-        scales = [e.b.fmul(d, load_small(e, c.scales, 16 * i, c.part, signed=True)) for i in range(2)]
-        return Unpacked(either(e, quads4(e, c), bits2(e, c, 4, 4)), scales, [])
+        quads = either(e, quads4(e, c), bits2(e, c, 4, 4))
+        return from_parts(e, quads, Parts(load_f16(e, c.supers, 0, c.part), _two_scales(e, c), None, []))
 
 
 class IQ4_XS(KQuant):

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ggufc.codegen.emitter import F32, I8, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import I8, I32, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import (
     Cursor,
+    Parts,
     Planes,
     Unpacked,
     WeightFormat,
+    from_parts,
     load_f16,
     load_f32,
     load_field,
@@ -90,7 +92,7 @@ def integer_scales(scale: np.ndarray, d: np.ndarray) -> np.ndarray:
 class _Scaled(WeightFormat):
     """A d per 256 columns, and bytes per group."""
 
-    columns, mode, offset, panel_tokens = 256, "q8_k", 128, 24
+    columns, mode, offset, panel_tokens, integer_scales = 256, "q8_k", 128, 24, True
 
     def __init__(self, type_name: str) -> None:
         self.type_name = type_name  # type: ignore[misc]
@@ -123,6 +125,7 @@ class Twins(_Scaled):
         both = np.array([*self.twin.values, *(v + self.twin.shift for v in self.twin.values)], np.int8)
         self.u_max = int(both.max()) + self.offset  # type: ignore[misc]
         self._index = np.zeros(256, np.uint8)
+        self.prefetch = self.twin.bits in (2, 3, 6)  # type: ignore[misc]
         self._index[both.view(np.uint8)] = np.arange(len(both), dtype=np.uint8)
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
@@ -142,9 +145,9 @@ class Twins(_Scaled):
         return Planes(_pack(q, self.twin.bits), numbers, (d.view(np.uint32 if self._wide_d else np.uint16),))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
-        ints, floats = vec(I32, e.target.lanes), vec(F32, e.target.lanes)
-        d, n = self.d(e, c), 32 // self.group
-        quads, scales = _VALUES[self.twin.bits](e, c, [v + self.offset for v in self.twin.values]), []
+        ints, n = vec(I32, e.target.lanes), 32 // self.group
+        quads = _VALUES[self.twin.bits](e, c, [v + self.offset for v in self.twin.values])
+        scales: list[Value] = []
         apart = e.b.zext(load_field(e, c.scales, 16 * n, I8, 1, c.part), ints) if self.twin.scale == "apart" else None
         for i in range(n):
             byte = load_field(e, c.scales, 16 * i, I8, 1, c.part)
@@ -154,13 +157,13 @@ class Twins(_Scaled):
             else:
                 word = e.b.sext(byte, ints)
                 integer = word if apart is not None else e.b.ashr(word, e.const(ints, 1))
-            scales.append(e.b.fmul(d, e.b.sitofp(integer, floats)))
+            scales.append(integer)
             chosen = word if apart is None else e.b.lshr(apart, e.const(ints, i))
             every = e.b.sub(e.const(ints, 0), e.b.and_(chosen, e.const(ints, 1)))
             shift = e.b.and_(every, e.const(ints, self.twin.shift * 0x01010101))
             for q in range(8 // n * i, 8 // n * (i + 1)):
                 quads[q] = e.b.add(quads[q], shift)  # bytes stay below 256: no carry
-        return Unpacked(quads, scales, [])
+        return from_parts(e, quads, Parts(self.d(e, c), scales, None, []))
 
 
 def _pack(q: np.ndarray, bits: int) -> np.ndarray:
@@ -198,7 +201,8 @@ def _values6(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
     for q, nibble in enumerate(quads4(e, c)):
         parts = [tables.lookup16(e, [nibble], table[i : i + 16])[0] for i in range(0, 64, 16)]
         bit4, bit5 = mask_of_rows(e, c, 4, q), mask_of_rows(e, c, 5, q)
-        out.append(pick(e, bit5, pick(e, bit4, parts[3], parts[2]), pick(e, bit4, parts[1], parts[0])))
+        value = pick(e, bit5, parts[2], pick(e, bit4, parts[1], parts[0]))
+        out.append(pick(e, e.b.and_(bit4, bit5), parts[3], value))
     return out
 
 
@@ -208,7 +212,7 @@ _VALUES: dict[int, Callable[[Emitter, Cursor, list[int]], list[Value]]] = {2: _v
 class IQ2_KL(_Scaled):
     """A code of five bits per two columns."""
 
-    code_bytes, scale_bytes, offset, u_max = 128, 16 + 32, 64, 47 + 64
+    code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16 + 32, 64, 47 + 64, True
     _ORDER = (0, 2, 1, 3)  # the pairs of columns in the bytes of an index word: those of one quad end up two bytes apart
 
     def __init__(self) -> None:
@@ -231,8 +235,8 @@ class IQ2_KL(_Scaled):
         return Planes(words, (integer_scales(scale, d).astype(np.int8), high), (d.view(np.uint16),))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
-        b, ints, floats = e.b, vec(I32, e.target.lanes), vec(F32, e.target.lanes)
-        scale = b.fmul(self.d(e, c), b.sitofp(b.sext(load_field(e, c.scales, 0, I8, 1, c.part), ints), floats))
+        b, ints = e.b, vec(I32, e.target.lanes)
+        scale = b.sext(load_field(e, c.scales, 0, I8, 1, c.part), ints)
         even = e.const(ints, 0x00FF00FF)
         quads = []
         for v, nibble in enumerate(_halves(e, c)):
@@ -242,7 +246,7 @@ class IQ2_KL(_Scaled):
                 a = b.and_(b.lshr(x, e.const(ints, s)) if s else x, even)
                 o = b.shl(b.and_(b.lshr(y, e.const(ints, s)) if s else y, even), e.const(ints, 8))
                 quads.append(b.or_(a, o))
-        return Unpacked(quads, [scale], [])
+        return from_parts(e, quads, Parts(self.d(e, c), [scale], None, []))
 
 
 def _halves(e: Emitter, c: Cursor) -> list[Value]:
