@@ -15,6 +15,7 @@ from ggufc.codegen.weights.base import WeightFormat
 from ggufc.codegen.weights.blocks32 import IQ4_NL, MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0
 from ggufc.codegen.weights.floats import BF16Format, F16Format, F32Format, FloatFormat
 from ggufc.codegen.weights.generic import Codes
+from ggufc.codegen.weights.grids import BOOKS, Signed, Ternary
 from ggufc.codegen.weights.indexed import VALUES, Indexed
 from ggufc.codegen.weights.kquants import IQ4_XS, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from ggufc.codegen.weights.twins import IQ2_KL, TWINS, Twins
@@ -40,6 +41,8 @@ def weight_format(type_name: str) -> WeightFormat:
         return Twins(type_name)
     if type_name == "iq2_kl":
         return IQ2_KL()
+    if type_name in BOOKS:
+        return Ternary(type_name) if type_name.startswith("iq1") else Signed(type_name)
     if type_name in VALUES:
         return Indexed(type_name)
     if type_name in DECODERS:

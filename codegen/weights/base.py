@@ -64,12 +64,13 @@ class Parts:
 
 @dataclass
 class Cursor:
-    """Addresses of one 32-column block of a group; ``part`` selects the rows (an int or an i64 value)."""
+    """Addresses of one 32-column block of a group; ``part`` selects the rows, ``block`` is its number in the chunk (ints or i64)."""
 
     codes: Value
     scales: Value
     supers: Value
     part: Value | int
+    block: Value | int = 0
 
 
 class WeightFormat:
@@ -173,7 +174,7 @@ class WeightFormat:
         """Addresses of 32-column block ``block`` of chunk ``chunk`` (i64) of the group at ``group``."""
         start = e.at(group, chunk, self.chunk_bytes(k))
         scales, codes = e.gep(start, self.super_bytes), e.gep(start, self.chunk_head(k))
-        return Cursor(e.at(codes, block, self.code_bytes), e.at(scales, block, self.scale_bytes), start, part)
+        return Cursor(e.at(codes, block, self.code_bytes), e.at(scales, block, self.scale_bytes), start, part, block)
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
         """Code that brings one block into registers."""

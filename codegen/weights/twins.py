@@ -89,7 +89,7 @@ def integer_scales(scale: np.ndarray, d: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(ratio), ratio, 0).astype(np.int32)
 
 
-class _Scaled(WeightFormat):
+class Scaled(WeightFormat):
     """A d per 256 columns, and bytes per group."""
 
     columns, mode, offset, panel_tokens, integer_scales = 256, "q8_k", 128, 24, True
@@ -113,7 +113,7 @@ class _Scaled(WeightFormat):
         return tuple(values.reshape(len(values), -1, n)[:, :, i] for i in range(n))
 
 
-class Twins(_Scaled):
+class Twins(Scaled):
     """Every type of ``TWINS``."""
 
     def __init__(self, type_name: str) -> None:
@@ -209,7 +209,7 @@ def _values6(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
 _VALUES: dict[int, Callable[[Emitter, Cursor, list[int]], list[Value]]] = {2: _values2, 3: _values3, 4: _values4, 5: _values5, 6: _values6}
 
 
-class IQ2_KL(_Scaled):
+class IQ2_KL(Scaled):
     """A code of five bits per two columns."""
 
     code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16 + 32, 64, 47 + 64, True

@@ -1,0 +1,253 @@
+"""The grid types: an index into a codebook of four or eight columns at once, and a sign per column or an offset per block.
+
+The layout keeps indices and signs as they are: low bytes of indices, their higher bits in a field, signs as a mask per quad. Kernels
+look indices up in a constant table of the image: by permutes of whole registers where the CPU has 16-bit ones and the book is small,
+by gathers, or by loads. An entry holds a nibble per column of a quad; the nibble of an eight holds the codes of columns c and c + 4.
+
+What goes into the layout comes from the reference unpacking in ``formats.quants`` (spec: quantised tensor types, section 4): codes are
+searched in the book, scales divided by ``d``, so this file knows nothing about the blocks of a file but where ``d`` lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ggufc.codegen.emitter import I8, I16, I32, Emitter, Value, vec
+from ggufc.codegen.weights import tables
+from ggufc.codegen.weights.base import (
+    ROWS,
+    Cursor,
+    Parts,
+    Planes,
+    Unpacked,
+    as_words,
+    from_parts,
+    load_field,
+    load_word,
+    mask_of_rows,
+    pack1_masks,
+)
+from ggufc.codegen.weights.codebooks import look_up
+from ggufc.codegen.weights.twins import Scaled, integer_scales
+from ggufc.formats.quants import codes
+from ggufc.formats.quants.tables import grid
+
+
+@dataclass(frozen=True)
+class Book:
+    """``columns`` per index, ``high`` bits of an index beyond eight, the magnitudes codes stand for, and ``denominator``: the scale of a
+    group is d * (2 n + 1) / denominator."""
+
+    columns: int
+    high: int
+    magnitudes: tuple[int, ...]
+    denominator: int
+
+
+_EIGHTS = (8, 25, 43)
+BOOKS = {
+    "iq2_xxs": Book(8, 0, _EIGHTS, 8),
+    "iq2_xs": Book(8, 1, _EIGHTS, 8),
+    "iq2_s": Book(8, 2, _EIGHTS, 8),
+    "iq3_xxs": Book(4, 0, (4, 12, 20, 28, 36, 44, 52, 62), 4),
+    "iq3_s": Book(4, 1, (1, 3, 5, 7, 9, 11, 13, 15), 1),
+    "iq1_s": Book(8, 3, (-1, 0, 1), 8),
+    "iq1_m": Book(8, 3, (-1, 0, 1), 8),
+}
+
+
+class Grid(Scaled):
+    """Base of the grid types. Word 0 (and 1 with four columns per index) of a block holds the low bytes of the indices."""
+
+    prefetch = True
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name)
+        self.book = BOOKS[type_name]
+        self.index_words = 8 // self.book.columns
+        order = {m: i for i, m in enumerate(self.book.magnitudes)}
+        rows = np.vectorize(order.__getitem__)(grid(type_name).astype(int))
+        self._entries = [self._entry(row) for row in rows.tolist()]
+        self._found = np.zeros(1 << 16, np.uint16)
+        self._found[self._keys(rows.astype(np.uint16))] = np.arange(len(rows), dtype=np.uint16)
+
+    def _keys(self, ranks: np.ndarray) -> np.ndarray:
+        """One number per group of columns: [..., columns] to [...]."""
+        bits = 16 // self.book.columns
+        shifted: np.ndarray = (ranks.astype(np.int64) << np.arange(0, 16, bits)).sum(axis=-1)
+        return shifted
+
+    def _entry(self, ranks: Sequence[int]) -> int:
+        """Four nibbles, of the columns 0 to 3 in turn; with eight columns that of c + 4 lies above that of c."""
+        nibbles = [ranks[c] | (ranks[c + 4] << 2 if self.book.columns == 8 else 0) for c in range(4)]
+        return sum(n << 4 * c for c, n in enumerate(nibbles))
+
+    def indices(self, ranks: np.ndarray) -> np.ndarray:
+        """Index of each group of columns of codes given as positions in ``magnitudes``: [R, K/32, 32/columns]."""
+        grouped = ranks.reshape(ranks.shape[0], -1, 32 // self.book.columns, self.book.columns)
+        return self._found[self._keys(grouped)]
+
+    def high_bits(self, index: np.ndarray) -> np.ndarray:
+        """Bits of the indices beyond eight, side by side: uint16 [R, K/32]."""
+        shifts = np.arange(index.shape[-1]) * self.book.high
+        packed: np.ndarray = ((index.astype(np.int64) >> 8) << shifts).sum(axis=-1)
+        return packed.astype(np.uint16)
+
+    def steps(self, scale: np.ndarray, d: np.ndarray) -> np.ndarray:
+        """The n in ``scale = d * (2 n + 1) / denominator``."""
+        return np.maximum(integer_scales(scale * np.float32(self.book.denominator), d), 1) - 1 >> 1
+
+    def parts(self, e: Emitter, c: Cursor, steps: list[Value]) -> Parts:
+        ints = steps[0].type
+        odd = [e.b.or_(e.b.shl(n, e.const(ints, 1)), e.const(ints, 1)) for n in steps]
+        d = self.d(e, c)
+        return Parts(e.b.fmul(d, e.const(d.type, 1 / self.book.denominator)), odd, None, [])
+
+    def nibbles(self, e: Emitter, c: Cursor, high: Value | None) -> list[Value]:
+        """Entries of all indices of a block, a nibble per byte."""
+        words = [load_word(e, c, w) for w in range(self.index_words)]
+        return look_up(e, self.type_name, self._entries, words, high, self.book.high)
+
+
+class Signed(Grid):
+    """IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS and IQ3_S: magnitudes and signs.
+
+    Scales per 32 columns and single bits of indices are nibbles of one word per 256 columns, two scales per 32 are a byte.
+    """
+
+    offset, u_max = 64, 64 + 62
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name)
+        self.code_bytes = 64 * (self.index_words + 1)  # type: ignore[misc]
+        self._high_field = self.book.high * self.index_words * 4 > 4  # a byte; fewer bits are a nibble
+        self.scale_bytes = ROWS * ((self.group == 16) + self._high_field)  # type: ignore[misc]
+        self._nibble_words = (self.group == 32) + (self.book.high > 0 and not self._high_field)
+        self.super_bytes = 32 + 64 * self._nibble_words  # type: ignore[misc]
+
+    def planes(self, raw: np.ndarray, k: int) -> Planes:
+        code, scale, _, _ = codes(self.type_name, raw, k)
+        ranks = np.zeros(64, np.uint8)
+        ranks[list(self.book.magnitudes)] = np.arange(len(self.book.magnitudes))
+        index = self.indices(ranks[np.abs(code)])
+        d = self.stored_d(raw, k)
+        n = self.steps(scale, d).astype(np.uint32)
+        supers: list[np.ndarray] = [d.view(np.uint16)]
+        fields: list[np.ndarray] = []
+        if self.group == 16:
+            fields.append((n[:, ::2] | n[:, 1::2] << 4).astype(np.uint8))
+        else:
+            supers.append(_nibble_word(n))
+        if self._high_field:
+            fields.append(self.high_bits(index).astype(np.uint8))
+        elif self.book.high:
+            supers.append(_nibble_word(self.high_bits(index)))
+        negative = pack1_masks((code < 0).astype(np.uint8).reshape(len(raw), k // 32, 32))
+        words = as_words((index & 255).astype(np.uint8))
+        return Planes(np.concatenate([words, negative], axis=-1), tuple(fields), tuple(supers))
+
+    def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
+        b, ints = e.b, vec(I32, e.target.lanes)
+        if self.group == 16:
+            byte = b.zext(load_field(e, c.scales, 0, I8, 1, c.part), ints)
+            steps = [b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4))]
+        else:
+            steps = [b.and_(_nibble(e, c, 32), e.const(ints, 15))]
+        high = None
+        if self._high_field:
+            high = b.zext(load_field(e, c.scales, ROWS * (self.group == 16), I8, 1, c.part), ints)
+        elif self.book.high:
+            high = _nibble(e, c, 32 + 64 * (self._nibble_words - 1))
+        magnitudes = self._magnitudes(e, self.nibbles(e, c, high))
+        return from_parts(e, [self._sign(e, c, q, m) for q, m in enumerate(magnitudes)], self.parts(e, c, steps))
+
+    def _magnitudes(self, e: Emitter, nibbles: list[Value]) -> list[Value]:
+        """Codes plus the offset, all positive."""
+        values = [m + self.offset for m in self.book.magnitudes]
+        if self.book.columns == 4:
+            return tables.lookup16(e, nibbles, values * 2)
+        values.append(self.offset)
+        first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
+        return [v for n in nibbles for t in (first, second) for v in tables.lookup16(e, [n], t)]
+
+    def _sign(self, e: Emitter, c: Cursor, q: int, u: Value) -> Value:
+        """2 * offset - u where the sign bit is set: the offset minus the magnitude."""
+        mask, both = mask_of_rows(e, c, self.index_words, q), 2 * self.offset
+        lanes = e.target.lanes
+        if lanes == 1:  # every byte of u is below 2 * offset: no borrow
+            minus = e.b.sub(e.const(u.type, both * 0x01010101 - (1 << 32)), u)
+            return e.b.xor(u, e.b.and_(e.b.xor(u, minus), mask))
+        bytes_ = vec(I8, 4 * lanes)
+        v = e.b.bitcast(u, bytes_)
+        return e.b.bitcast(e.b.select(mask, e.b.sub(e.const(bytes_, both - 256), v), v), u.type)
+
+
+class Ternary(Grid):
+    """IQ1_S and IQ1_M: eighths 8 g - 1 or 8 g + 1 with g of -1, 0, 1. A field of 16 bits per block holds the higher bits of the four
+    indices and what chooses the offset; in IQ1_S (one offset and one scale per block) the scale as well."""
+
+    offset, u_max, code_bytes = 16, 16 + 9, 64
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name)
+        self._one = type_name == "iq1_s"
+        self.scale_bytes = 32 if self._one else 48  # type: ignore[misc]
+
+    def stored_d(self, raw: np.ndarray, k: int) -> np.ndarray:
+        if self._one:
+            return super().stored_d(raw, k)
+        scales = np.ascontiguousarray(raw.reshape(len(raw), -1, 56)[:, :, 48:]).view(np.uint16) >> 12
+        bits: np.ndarray = (scales.astype(np.int64) << np.array([0, 4, 8, 12])).sum(axis=-1)
+        return bits.astype(np.uint16).view(np.float16)
+
+    def planes(self, raw: np.ndarray, k: int) -> Planes:
+        code, scale, _, _ = codes(self.type_name, raw, k)
+        minus = (code & 7) == 7
+        index = self.indices((code - np.where(minus, -1, 1) >> 3) + 1)
+        d = self.stored_d(raw, k)
+        n = self.steps(scale, d)
+        eights = minus.reshape(len(raw), k // 32, 4, 8)[..., 0].astype(np.int64)
+        if self._one:
+            fields: tuple[np.ndarray, ...] = ((self.high_bits(index) | n << 12 | eights[..., 0] << 15).astype(np.uint16),)
+        else:
+            nibbles = (index.astype(np.int64) >> 8 | eights << 3) << np.arange(0, 16, 4)
+            fields = (nibbles.sum(axis=-1).astype(np.uint16), (n[:, ::2] | n[:, 1::2] << 4).astype(np.uint8))
+        return Planes(as_words((index & 255).astype(np.uint8)), fields, (d.view(np.uint16),))
+
+    def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
+        b, ints = e.b, vec(I32, e.target.lanes)
+        field = b.zext(load_field(e, c.scales, 0, I16, 2, c.part), ints)
+        if self._one:
+            steps = [b.and_(b.lshr(field, e.const(ints, 12)), e.const(ints, 7))]
+        else:
+            byte = b.zext(load_field(e, c.scales, 32, I8, 1, c.part), ints)
+            steps = [b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4))]
+        words = [load_word(e, c, 0)]
+        nibbles = look_up(e, self.type_name, self._entries, words, field, 3, 3 if self._one else 4)
+        values = [self.offset + 1 + 8 * (i - 1) for i in range(4)]
+        first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
+        quads = []
+        for g, nibble in enumerate(nibbles):
+            bit = 15 if self._one else 4 * g + 3
+            every = b.ashr(b.shl(field, e.const(ints, 31 - bit)), e.const(ints, 31))
+            lower = b.and_(every, e.const(ints, 0x02020202))
+            quads += [b.sub(tables.lookup16(e, [nibble], t)[0], lower) for t in (first, second)]
+        return from_parts(e, quads, self.parts(e, c, steps))
+
+
+def _nibble_word(values: np.ndarray) -> np.ndarray:
+    """Values 0..15 per 32 columns to one u32 per 256, nibble i for block i."""
+    eights = values.reshape(len(values), -1, 8).astype(np.int64) << np.arange(0, 32, 4)
+    total: np.ndarray = eights.sum(axis=-1)
+    return total.astype(np.uint32)
+
+
+def _nibble(e: Emitter, c: Cursor, at: int) -> Value:
+    """The block's nibble of a word made by ``_nibble_word``, in the lowest bits; what lies above is not cleared."""
+    word = load_field(e, c.supers, at, I32, 4, c.part)
+    block = e.i64(c.block) if isinstance(c.block, int) else c.block
+    shift = e.b.shl(e.b.trunc(block, I32), e.i32(2))
+    return e.b.lshr(word, e.splat(shift, e.target.lanes))
