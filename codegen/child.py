@@ -50,7 +50,7 @@ def compile_here(
         manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)
         weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
         graphs = {c.name: print_graph(c.graph) for c in compilations}
-        ptx = _gpu_code(specs, options.cuda, say) if options.cuda else None
+        ptx = _gpu_code(specs, options.target, say)
         write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total), ptx)
         lap("weights")
         source_bytes = sum(os.path.getsize(p) for p in gguf.paths)
@@ -70,12 +70,15 @@ def compile_here(
     )
 
 
-def _gpu_code(specs: list[Any], targets: tuple[str, ...], say: Callable[[str, int, int], None]) -> tuple[CudaManifest, dict[str, str]]:
-    """PTX of every kernel for every GPU target."""
+def _gpu_code(specs: list[Any], target: str, say: Callable[[str, int, int], None]) -> tuple[CudaManifest, dict[str, str]] | None:
+    """PTX of every kernel for every GPU among the targets; None if there is none."""
     from ggufc.codegen import nvptx
 
+    gpus = nvptx.split(target)[1]
+    if not gpus:
+        return None
     say("gpu kernels", 0, 1)
-    texts = nvptx.emit_all(specs, [nvptx.resolve(t) for t in targets])
+    texts = nvptx.emit_all(specs, gpus)
     say("gpu kernels", 1, 1)
     return nvptx.manifest(specs, texts), texts
 

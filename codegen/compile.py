@@ -103,6 +103,18 @@ def llvm_text(source: str | os.PathLike[str], options: CompileOptions, program: 
     return _kernel_text(source, options, program, "llvm_text")
 
 
+def ptx_text(source: str | os.PathLike[str], options: CompileOptions, program: str = "eval") -> str:
+    """PTX of every kernel of a program for the first GPU among the targets, ``sm_80`` if there is none."""
+    from ggufc.codegen import frontend, nvptx
+
+    with frontend.open_model(source) as (_, model):
+        graph = frontend.build_graph(model, options, program)
+        frontend.run_passes(graph, options)
+        specs = frontend.lower(graph, program)[0].kernels()
+    gpus = nvptx.split(options.target)[1]
+    return nvptx.emit_ptx(specs, gpus[0] if gpus else "sm_80")
+
+
 def asm_text(source: str | os.PathLike[str], options: CompileOptions, program: str = "eval") -> str:
     """Assembly of every kernel of a program."""
     return _kernel_text(source, options, program, "asm_text")

@@ -12,6 +12,7 @@ from pathlib import Path
 from ggufc.codegen.cpu.target import Target, resolve
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.lower import lower
+from ggufc.codegen.nvptx.target import split
 from ggufc.codegen.options import CompileOptions
 from ggufc.codegen.schedule import Schedule
 from ggufc.codegen.weight_plan import WeightPlan
@@ -118,4 +119,4 @@ def schedule_text(source: str | os.PathLike[str], options: CompileOptions, progr
 
 
 def target_of(options: CompileOptions) -> Target:
-    return resolve(options.target)
+    return resolve(split(options.target)[0])

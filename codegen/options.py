@@ -8,10 +8,10 @@ import msgspec
 class CompileOptions(msgspec.Struct, frozen=True):
     """What may differ between two artifacts of one model.
 
-    ``target``: ``native``, a feature level or a feature list. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline
+    ``target``: ``native``, a feature level or a feature list; with ``cuda:sm_90`` items, separated by commas, the artifact holds GPU code
+    as well. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline
     text, None for the default. ``jobs``: processes that generate code, None for as many as there are cores, at most 2. ``builder``:
-    options of the model's builder (``models.step.OPTIONS``), such as ``{"mla": 0}``. ``cuda``: GPU architectures (``sm_90``) whose code
-    the artifact holds beside the CPU's.
+    options of the model's builder (``models.step.OPTIONS``), such as ``{"mla": 0}``.
     """
 
     target: str = "native"
@@ -20,7 +20,6 @@ class CompileOptions(msgspec.Struct, frozen=True):
     pipeline: str | None = None
     jobs: int | None = None
     builder: dict[str, int | bool | str] = {}
-    cuda: tuple[str, ...] = ()
 
     def for_builder(self) -> dict[str, int | bool | str]:
         """Everything the model's builder is told."""

@@ -6,6 +6,6 @@
 """
 
 from ggufc.codegen.nvptx.forms import describe, emit_all, emit_ptx, form_of, manifest
-from ggufc.codegen.nvptx.target import PTX_VERSIONS, PtxTarget, resolve
+from ggufc.codegen.nvptx.target import PTX_VERSIONS, PtxTarget, resolve, split
 
-__all__ = ["PTX_VERSIONS", "PtxTarget", "describe", "emit_all", "emit_ptx", "form_of", "manifest", "resolve"]
+__all__ = ["PTX_VERSIONS", "PtxTarget", "describe", "emit_all", "emit_ptx", "form_of", "manifest", "resolve", "split"]

@@ -41,6 +41,15 @@ class PtxTarget:
         return f"+ptx{self.ptx_version}"
 
 
+def split(text: str) -> tuple[str, tuple[PtxTarget, ...]]:
+    """A ``--target`` text as (CPU target, GPU targets): items ``cuda:sm_90`` are GPU targets, the rest is the CPU's (``native`` if nothing
+    is left).
+    """
+    items = [item.strip() for item in text.split(",")]
+    gpus = tuple(dict.fromkeys(resolve(item) for item in items if item.startswith("cuda:")))
+    return ",".join(item for item in items if not item.startswith("cuda:")) or "native", gpus
+
+
 def resolve(text: str) -> PtxTarget:
     """Target from ``sm_90`` or ``cuda:sm_90``; CodegenError lists the known architectures."""
     sm = text.strip().removeprefix("cuda:")

@@ -46,13 +46,13 @@ def compiled(name: str, folder: Path, targets: tuple[str, ...]) -> Compiled:
     spec = json.loads((case / "case.json").read_text())
     cache = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
     path = folder / f"{name}.ggufc"
-    compile_here(case / "model.gguf", path, CompileOptions(jobs=1, cuda=targets, **cache))
+    compile_here(case / "model.gguf", path, CompileOptions(target=",".join(("native", *targets)), jobs=1, **cache))
     return Compiled(case, spec, path)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Compiled:
-    return compiled("llama-gqa-tied", tmp_path_factory.mktemp("fat"), ("sm_80", "sm_90"))
+    return compiled("llama-gqa-tied", tmp_path_factory.mktemp("fat"), ("cuda:sm_90", "cuda:sm_80"))
 
 
 def check_golden(model: Compiled, results: dict[str, np.ndarray]) -> None:
@@ -82,7 +82,7 @@ def test_more_models(name, tmp_path):
     """S75 for windows and head norms, experts, integer products, block caches, sequence operations."""
     if not golden_cases(name):
         pytest.skip(f"the golden case {name} is not here")
-    model = compiled(name, tmp_path, ("sm_80",))
+    model = compiled(name, tmp_path, ("cuda:sm_80",))
     check_golden(model, model.run(executor=on_device(SimtDevice(races=False))))
 
 

@@ -24,7 +24,7 @@ from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
 from ggufc.codegen.kernels.sums import SumRowsExt
-from ggufc.codegen.nvptx import PTX_VERSIONS, describe, emit_all, emit_ptx, resolve
+from ggufc.codegen.nvptx import PTX_VERSIONS, describe, emit_all, emit_ptx, resolve, split
 from ggufc.codegen.nvptx.forms import FORMS
 from ggufc.codegen.weights import known_formats
 from ggufc.ir.dims import Dim
@@ -126,6 +126,9 @@ def test_rounding_is_explicit():
 def test_unknown_targets_and_kernels_are_refused():
     with pytest.raises(CodegenError, match="unknown GPU architecture; use one of cuda:sm_80"):
         resolve("cuda:sm_61")
+
+    assert split("avx2, cuda:sm_90,fma,cuda:sm_80") == ("avx2,fma", (resolve("sm_90"), resolve("sm_80")))
+    assert split("cuda:sm_90")[0] == "native" and split("native") == ("native", ())
 
     class Strange:
         pass

@@ -1,0 +1,96 @@
+"""A performance model on paper: what a schedule moves and computes, and the time a machine's limits allow.
+
+Counts come from the schedule's own steps (``Step.bytes``, ``Step.flops``); attention, whose work depends on the context, is counted here
+from its shape. A launch takes the larger of its memory and its arithmetic time, and at least ``launch`` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
+from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.schedule import Schedule, Step
+from ggufc.codegen.weights import activation_mode
+from ggufc.formats.artifact import evaluate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes per second of memory, operations per second of ``dp4a`` (a product and a sum each) and of f32, seconds per dependent launch."""
+
+    name: str
+    bandwidth: float
+    int8: float
+    f32: float
+    launch: float
+
+
+H200 = Machine("H200 SXM", 4.8e12, 132 * 64 * 8 * 1.98e9, 132 * 128 * 2 * 1.98e9, 2.0e-6)
+"""4.8 TB/s; 132 SMs at 1.98 GHz with 64 ``dp4a`` and 128 fused multiply-adds per clock each. 2 us is what launches on one stream cost each
+other.
+"""
+
+
+@dataclass
+class Share:
+    """What all launches of one kind move and compute, and how long that takes at least."""
+
+    kind: str
+    launches: int = 0
+    bytes: float = 0.0
+    operations: float = 0.0
+    seconds: float = 0.0
+
+
+def estimate(schedule: Schedule, machine: Machine, tokens: int, context: int, outputs: int = 1) -> list[Share]:
+    """Shares by kind, the longest first, for ``tokens`` tokens that end a context of ``context`` entries."""
+    env = {"T": tokens, "O": outputs, "C": context, "KV": context, "R": context}
+    shares: dict[str, Share] = {}
+    for step in schedule.steps:
+        if isinstance(step.spec, FlashAttnSplits):  # no launch on a GPU
+            continue
+        moved, operations = _work(step, env)
+        peak = machine.int8 if _is_integer(step) else machine.f32
+        share = shares.setdefault(_kind(step), Share(_kind(step)))
+        launches = 2 if isinstance(step.spec, FlashAttn) else 1
+        share.launches += launches
+        share.bytes += moved
+        share.operations += operations
+        share.seconds += max(moved / machine.bandwidth, operations / peak, launches * machine.launch)
+    return sorted(shares.values(), key=lambda s: -s.seconds)
+
+
+def _work(step: Step, env: Mapping[str, int]) -> tuple[float, float]:
+    spec, values = step.spec, dict(env)
+    if isinstance(spec, FlashAttn):
+        # Keys and values pass once for each token and head block; seen entries grow by one per token.
+        seen = env["T"] * (env["R"] - (env["T"] - 1) / 2)
+        cache = evaluate(step.bytes, values) * seen / env["R"]
+        return cache + 4.0 * env["T"] * spec.n_head * (spec.d + spec.dv), 2.0 * spec.n_head * (spec.d + spec.dv) * seen
+    return float(evaluate(step.bytes, values)), float(evaluate(step.flops, values))
+
+
+def _is_integer(step: Step) -> bool:
+    return isinstance(step.spec, MatMul | MatMulId) and activation_mode(step.spec.format) != "f32"
+
+
+def _kind(step: Step) -> str:
+    spec = step.spec
+    if isinstance(spec, MatMul):
+        return f"products {spec.format}"
+    if isinstance(spec, MatMulId):
+        return f"expert products {spec.format}"
+    return {"FlashAttn": "attention", "Quantize": "norm and rounding", "RopeApply": "rotation", "StoreRows": "cache store"}.get(
+        type(spec).__name__, "other"
+    )
+
+
+def table(shares: list[Share]) -> str:
+    """The shares as a Markdown table, with their sum."""
+    total = Share("all", *(sum(getattr(s, f) for s in shares) for f in ("launches", "bytes", "operations", "seconds")))
+    lines = ["| kernels | launches | MB moved | Gop | time (us) |", "|---|---:|---:|---:|---:|"]
+    for s in [*shares, total]:
+        lines.append(f"| {s.kind} | {s.launches} | {s.bytes / 1e6:.1f} | {s.operations / 1e9:.2f} | {s.seconds * 1e6:.0f} |")
+    return "\n".join(lines)

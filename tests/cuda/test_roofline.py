@@ -1,0 +1,76 @@
+"""The performance model: its counts are the model's own, and the page shows what it computes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from ggufc.codegen import frontend
+from ggufc.codegen.lower import lower
+from ggufc.codegen.nvptx import roofline
+from ggufc.codegen.options import CompileOptions
+from ggufc.formats.ggml_types import row_bytes
+from ggufc.models.registry import load_model
+from model_files import ModelFile
+
+LAYERS, EMBD, FFN, HEADS, GROUPS, VOCAB = 32, 4096, 14336, 32, 8, 128256
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+
+
+def eight_billion() -> ModelFile:
+    """Llama 3.1 8B as a Q4_K_M file describes it: half of the value and down projections are Q6_K."""
+    keys = {
+        "block_count": LAYERS, "context_length": 131072, "embedding_length": EMBD,
+        "feed_forward_length": FFN, "attention.head_count": HEADS,
+        "attention.head_count_kv": GROUPS, "rope.freq_base": 500000.0, "rope.dimension_count": 128, "vocab_size": VOCAB,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    file = ModelFile({"general.architecture": "llama", **{f"llama.{k}": v for k, v in keys.items()}})
+    file.add("token_embd.weight", EMBD, VOCAB, dtype="q4_k")
+    file.add("output.weight", EMBD, VOCAB, dtype="q6_k")
+    file.add("output_norm.weight", EMBD)
+    file.add("rope_freqs.weight", 64)
+    for i in range(LAYERS):
+        better = "q6_k" if i < LAYERS // 8 or i >= 7 * LAYERS // 8 or (i - LAYERS // 8) % 3 == 2 else "q4_k"
+        for name, k, n, dtype in (
+            ("attn_q", EMBD, EMBD, "q4_k"), ("attn_k", EMBD, 1024, "q4_k"), ("attn_v", EMBD, 1024, better),
+            ("attn_output", EMBD, EMBD, "q4_k"),
+            ("ffn_gate", EMBD, FFN, "q4_k"), ("ffn_up", EMBD, FFN, "q4_k"), ("ffn_down", FFN, EMBD, better),
+        ):  # fmt: skip
+            file.add(f"blk.{i}.{name}.weight", k, n, dtype=dtype)
+        file.add(f"blk.{i}.attn_norm.weight", EMBD)
+        file.add(f"blk.{i}.ffn_norm.weight", EMBD)
+    return file
+
+
+@lru_cache(maxsize=1)
+def schedule():
+    options = CompileOptions()
+    graph = frontend.build_graph(load_model(eight_billion()), options, "eval")
+    frontend.run_passes(graph, options)
+    return lower(graph, "eval")[0]
+
+
+def test_a_decoded_token_reads_every_weight_once():
+    file = eight_billion()
+    matrices = {n: t for n, t in file.tensors.items() if len(t.ne) == 2 and n != "token_embd.weight"}
+    stored = sum(row_bytes(t.type.name, t.ne[0]) * t.ne[1] for t in matrices.values())
+    parameters = sum(t.ne[0] * t.ne[1] for t in matrices.values())
+    shares = [s for s in roofline.estimate(schedule(), roofline.H200, 1, 1024) if s.kind.startswith("products")]
+    assert sum(s.bytes for s in shares) == pytest.approx(stored, rel=0.002)
+    assert sum(s.operations for s in shares) == pytest.approx(2 * parameters, rel=1e-9)
+
+
+def test_attention_counts():
+    (one,) = [s for s in roofline.estimate(schedule(), roofline.H200, 1, 1000) if s.kind == "attention"]
+    assert one.operations == LAYERS * HEADS * 1000 * 4 * 128
+    assert one.bytes == pytest.approx(LAYERS * 1000 * 2 * 2 * GROUPS * 128, rel=0.02)
+
+
+@pytest.mark.parametrize("tokens, context", [(1, 1024), (512, 512)])
+def test_the_page_shows_what_the_model_computes(tokens, context):
+    """Change the page together with the kernels: the expected text is the assertion's left side."""
+    text = roofline.table(roofline.estimate(schedule(), roofline.H200, tokens, context))
+    assert text in PAGE.read_text()
