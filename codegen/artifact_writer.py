@@ -19,6 +19,7 @@ from ggufc.formats.ggml_types import row_bytes
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.gguf_writer import GGUFWriter
 from ggufc.ir.graph import Graph
+from ggufc.ir.interp import evaluate_derived
 
 ALIGNMENT = 64
 _CHUNK_BYTES = 8 << 20
@@ -132,14 +133,10 @@ def _take(parts: list[np.ndarray], start: int, stop: int) -> np.ndarray:
 
 
 def _plain(graph: Graph, weight: StoredWeight, source: GGUFFile) -> np.ndarray:
-    if not weight.sources:
-        return np.ascontiguousarray(_derived(graph, weight, source), np.float32).reshape(-1)
-    return np.concatenate([as_f32(source.data(name), weight.dtype).reshape(-1) for name in weight.sources])
+    raws = [source.data(name) for name in weight.sources] or [_derived(graph, weight, source)]
+    return np.concatenate([as_f32(raw, weight.dtype).reshape(-1) for raw in raws])
 
 
 def _derived(graph: Graph, weight: StoredWeight, source: GGUFFile) -> np.ndarray:
-    """Value of a derived weight that is no byte concatenation: evaluated by the reference interpreter."""
-    from ggufc.ir.interp import interpret
-
-    result = interpret(graph.derived[weight.derived], source.data, {}, {}, {})["value"]
-    return np.ascontiguousarray(result, np.float32)
+    """Bytes of a derived weight that is no byte concatenation: evaluated by the reference interpreter."""
+    return evaluate_derived(graph, weight.derived, source.data).reshape(-1).view(np.uint8)

@@ -13,7 +13,7 @@ from ggufc.ir.graph import Graph, Node
 from ggufc.ir.layout import layout
 from ggufc.ir.ops.base import Call
 from ggufc.ir.ops.cache import is_version, resource
-from ggufc.ir.storage import Stored, Target, strided
+from ggufc.ir.storage import Stored, Target, encode, strided
 from ggufc.ir.types import TensorType
 
 Weights: TypeAlias = Callable[[str], Any] | Mapping[str, Any]
@@ -60,14 +60,15 @@ def interpret(
 
 
 def evaluate_derived(g: Graph, key: str, weights: Weights) -> np.ndarray:
-    """The derived weight ``key`` in stored form (uint8 rows for quantised types): what is written into an artifact."""
+    """The derived weight ``key`` in stored form (bf16 as uint16, quantised types as uint8 rows): what is written into an artifact."""
     sub = g.derived[key]
     run = _Run(sub, weights, {}, {}, {}, False)
     for node in sub.nodes:
         run.values[node] = run.evaluate(node)
     node = sub.outputs["value"]
     value = run.values[node]
-    return value.data if isinstance(value, Stored) else np.ascontiguousarray(value)
+    stored = value if isinstance(value, Stored) else encode(value, node.type.dtype)
+    return stored.data if isinstance(stored, Stored) else np.ascontiguousarray(stored)
 
 
 def _last_uses(g: Graph) -> dict[int, list[Node]]:
