@@ -32,7 +32,7 @@ SPECS = [
     FlashAttn(96, 64, 40, 1, "f16", "f16", 0.1, sinks=True, shared=True),
     FlashAttn(64, 32, 3, 1, "q5_0", "q5_0", 0.15, shared=True),
 ]
-LONG = [SPECS[0], SPECS[5], SPECS[7]]
+LONG = [SPECS[0], SPECS[7]]
 """Those whose lists are also cut into splits."""
 
 
