@@ -250,8 +250,9 @@ class CudaExecutor(Executor):
             if not 0 <= head <= self.limits.n_cells - T:
                 raise RuntimeRefusal(f"{T} tokens cannot be written from cell {head} of {self.limits.n_cells}")
             self._args[self._fix_places] = self._fix_bases + head * self._fix_steps
-        self.params[:] = (T, O, self.limits.n_cells, KV, R)
-        env = dict(zip(abi.PARAMS, (T, O, self.limits.n_cells, KV, R)))
+        for name, value in (("T", T), ("O", O), ("C", self.limits.n_cells), ("KV", KV), ("R", R)):
+            self.params[abi.PARAMS.index(name)] = value
+        env = dict(zip(abi.PARAMS, self.params.tolist()))
         self.n_evals += 1
         device = self._device
         device.upload(self._symbols, self.params)
