@@ -1,8 +1,8 @@
 """The grid types: an index into a codebook of four or eight columns at once, and a sign per column or an offset per block.
 
-The layout keeps indices and signs as they are: low bytes of indices, their higher bits in a field, signs as a mask per quad. Kernels
-look indices up in a constant table of the image: by permutes of whole registers where the CPU has 16-bit ones and the book is small,
-by gathers, or by loads. An entry holds a nibble per column of a quad; the nibble of an eight holds the codes of columns c and c + 4.
+The layout keeps indices and signs as they are: low bytes of indices, their higher bits in a field, signs as a plane of bits. Kernels
+look indices up in a constant table of the image (``codebooks``). An entry holds a nibble per column of a quad; the nibble of an eight
+holds the codes of columns c and c + 4.
 
 What goes into the layout comes from the reference unpacking in ``formats.quants`` (spec: quantised tensor types, section 4): codes are
 searched in the book, scales divided by ``d``, so this file knows nothing about the blocks of a file but where ``d`` lies.
@@ -27,10 +27,12 @@ from ggufc.codegen.weights.base import (
     from_parts,
     load_field,
     load_word,
-    mask_of_rows,
-    pack1_masks,
+    masked,
+    pack1,
+    pick,
 )
 from ggufc.codegen.weights.codebooks import look_up
+from ggufc.codegen.weights.codebooks_bytes import byte_permutes, signed_by_bytes
 from ggufc.codegen.weights.twins import Scaled, integer_scales
 from ggufc.formats.quants import codes
 from ggufc.formats.quants.tables import grid
@@ -145,7 +147,7 @@ class Signed(Grid):
             fields.append(self.high_bits(index).astype(np.uint8))
         elif self.book.high:
             supers.append(_nibble_word(self.high_bits(index)))
-        negative = pack1_masks((code < 0).astype(np.uint8).reshape(len(raw), k // 32, 32))
+        negative = pack1((code < 0).astype(np.uint8).reshape(len(raw), k // 32, 32))
         words = as_words((index & 255).astype(np.uint8))
         return Planes(np.concatenate([words, negative], axis=-1), tuple(fields), tuple(supers))
 
@@ -161,28 +163,40 @@ class Signed(Grid):
             high = b.zext(load_field(e, c.scales, ROWS * (self.group == 16), I8, 1, c.part), ints)
         elif self.book.high:
             high = _nibble(e, c, 32 + 64 * (self._nibble_words - 1))
-        magnitudes = self._magnitudes(e, self.nibbles(e, c, high))
-        return from_parts(e, [self._sign(e, c, q, m) for q, m in enumerate(magnitudes)], self.parts(e, c, steps))
+        signs = load_word(e, c, self.index_words)
+        if byte_permutes(e):
+            words = [load_word(e, c, w) for w in range(self.index_words)]
+            by_code = [self.offset + m for m in self.book.magnitudes]
+            quads = signed_by_bytes(e, self.type_name, self._entries, words, high, self.book.high, signs, self.book.columns, by_code)
+        elif self.book.columns == 4:
+            quads = self._four(e, self.nibbles(e, c, high), signs)
+        else:
+            quads = self._eight(e, self.nibbles(e, c, high), signs)
+        return from_parts(e, quads, self.parts(e, c, steps))
 
-    def _magnitudes(self, e: Emitter, nibbles: list[Value]) -> list[Value]:
-        """Codes plus the offset, all positive."""
-        values = [m + self.offset for m in self.book.magnitudes]
-        if self.book.columns == 4:
-            return tables.lookup16(e, nibbles, values * 2)
-        values.append(self.offset)
+    def _four(self, e: Emitter, codes: list[Value], signs: Value) -> list[Value]:
+        """Codes of three bits: the sign becomes the fourth bit of an index."""
+        table = [self.offset + m for m in self.book.magnitudes] + [self.offset - m for m in self.book.magnitudes]
+        indices = [e.b.or_(n, masked(e, signs, 3 - q, 8)) for q, n in enumerate(codes)]
+        return tables.lookup16(e, indices, table)
+
+    def _eight(self, e: Emitter, nibbles: list[Value], signs: Value) -> list[Value]:
+        """Two codes of two bits in each byte."""
+        values = [self.offset + m for m in (*self.book.magnitudes, 0)]
         first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
-        return [v for n in nibbles for t in (first, second) for v in tables.lookup16(e, [n], t)]
+        magnitudes = [v for n in nibbles for t in (first, second) for v in tables.lookup16(e, [n], t)]
+        return [self._sign(e, signs, q, u) for q, u in enumerate(magnitudes)]
 
-    def _sign(self, e: Emitter, c: Cursor, q: int, u: Value) -> Value:
+    def _sign(self, e: Emitter, signs: Value, q: int, u: Value) -> Value:
         """2 * offset - u where the sign bit is set: the offset minus the magnitude."""
-        mask, both = mask_of_rows(e, c, self.index_words, q), 2 * self.offset
-        lanes = e.target.lanes
+        lanes, both = e.target.lanes, 2 * self.offset
         if lanes == 1:  # every byte of u is below 2 * offset: no borrow
             minus = e.b.sub(e.const(u.type, both * 0x01010101 - (1 << 32)), u)
-            return e.b.xor(u, e.b.and_(e.b.xor(u, minus), mask))
+            return pick(e, e.b.mul(masked(e, signs, -q, 1), e.i32(255)), minus, u)
         bytes_ = vec(I8, 4 * lanes)
-        v = e.b.bitcast(u, bytes_)
-        return e.b.bitcast(e.b.select(mask, e.b.sub(e.const(bytes_, both - 256), v), v), u.type)
+        bit = e.b.and_(e.b.bitcast(signs, bytes_), e.const(bytes_, (1 << q) - (256 if q == 7 else 0)))
+        minus = e.b.sub(e.const(bytes_, both - 256), e.b.bitcast(u, bytes_))
+        return pick(e, e.b.icmp_unsigned("!=", bit, e.const(bytes_, 0)), e.b.bitcast(minus, u.type), u)
 
 
 class Ternary(Grid):
