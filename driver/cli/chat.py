@@ -111,5 +111,5 @@ class Conversation:
             terminal.say(f"{refusal}; /clear starts a new conversation")
             return
         if generation.finish_reason == "context":
-            terminal.say(f"the context of {self._session.n_ctx} tokens is full; /clear starts a new conversation")
+            terminal.say(f"the context of {self._session.cells.size} cells is full; /clear starts a new conversation")
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]

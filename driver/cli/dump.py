@@ -73,12 +73,13 @@ def command(
 
 def _artifact_graph(path: Path, stage: str, name: str) -> Graph:
     from ggufc.errors import DriverError
+    from ggufc.inspection import AnyFeature
     from ggufc.ir import parse_graph
     from ggufc.runtime import Artifact
 
     if stage != "final":
         raise DriverError(f"{path} is an artifact, which holds its final graphs only; use --stage final, or dump the model it came from")
-    with Artifact.open(path) as artifact:
+    with Artifact.open(path, features=AnyFeature()) as artifact:
         return parse_graph(artifact.graph_text(name))
 
 

@@ -67,17 +67,9 @@ def _artifact(path: Path, ctx_size: int | None, ubatch_size: int) -> dict[str, A
     from ggufc import inspection
     from ggufc.runtime import Artifact
 
-    # Looking at an artifact made for another CPU is allowed; only running it is not.
-    with Artifact.open(path, features=_AnyFeature()) as artifact:
+    with Artifact.open(path, features=inspection.AnyFeature()) as artifact:
         trained = artifact.manifest.n_ctx_train or 4096
         return inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
-
-
-class _AnyFeature(frozenset[str]):
-    """A set of CPU features that has every feature."""
-
-    def __contains__(self, feature: object) -> bool:
-        return True
 
 
 def _table(rows: list[tuple[str, ...]], indent: str = "  ") -> Iterator[str]:

@@ -72,7 +72,7 @@ def command(
                 terminal.show("\n")
         if generation.finish_reason == "context":
             terminal.say(
-                f"the context of {session.n_ctx} tokens is full; -c sets a larger one, --context-shift goes on with its newer half"
+                f"the context of {session.cells.size} cells is full; -c sets a larger one, --context-shift goes on with its newer half"
             )
         if not quiet:
             terminal.say(speed_line(session))

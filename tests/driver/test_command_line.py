@@ -163,7 +163,12 @@ def test_signals_leave_no_partial_file(tmp_path: Path, number: signal.Signals, c
         "sys.exit(run(command, []))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job (`pytest &`) ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     assert list(tmp_path.iterdir()) != []

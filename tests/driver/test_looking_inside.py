@@ -30,6 +30,12 @@ def test_the_artifact_holds_the_final_graph(invoke, text_model: Path, artifact: 
         invoke("dump", artifact, "--stage", "built")
 
 
+def test_an_artifact_for_another_cpu_can_be_looked_at(invoke, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ggufc.runtime.artifact.host_features", frozenset)
+    assert invoke("dump", artifact).stdout.startswith("graph @eval")
+    assert "sections" in json.loads(invoke("inspect", artifact, "--json").stdout)
+
+
 def test_code_stages(invoke, text_model: Path) -> None:
     assert "blk.0." in invoke("dump", text_model, "--stage", "schedule").stdout
     assert "define " in invoke("dump", text_model, "--stage", "llvm", "--target", "x86-64").stdout
@@ -141,12 +147,13 @@ def test_inspect_an_artifact(invoke, artifact: Path, text_model: Path) -> None:
     assert json.loads(invoke("inspect", text_model, "--compiled", "--json").stdout)["kind"] == "artifact"
 
 
-def test_buffers_grow_with_the_micro_batch_only(invoke, artifact: Path) -> None:
+def test_buffers_grow_with_the_micro_batch_and_hardly_with_the_context(invoke, artifact: Path) -> None:
     def activations(*options: object) -> int:
         return json.loads(invoke("inspect", artifact, "--json", *options).stdout)["programs"][0]["activation_bytes"]
 
     assert activations("-ub", 32) > activations("-ub", 16)
-    assert activations("-ub", 16, "-c", 512) == activations("-ub", 16, "-c", 1024)
+    # Attention that is split over long lists of cells keeps a few words for each part.
+    assert 0 <= activations("-ub", 16, "-c", 1024) - activations("-ub", 16, "-c", 512) <= 16 * 512
 
 
 def test_affine_forms_in_words() -> None:
