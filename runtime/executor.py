@@ -359,7 +359,7 @@ class Executor:
             if not 0 <= head <= limits.n_cells - T:
                 raise RuntimeRefusal(f"{T} tokens cannot be written from cell {head} of {limits.n_cells}")
             self._args[self._fix_places] = self._fix_bases + head * self._fix_steps
-        self.params[:] = (T, O, limits.n_cells, KV, R)
+        self.params[:5] = (T, O, limits.n_cells, KV, R)  # the symbols every graph has come first
         self.n_evals += 1
         self.team.eval(self._exec_address)
 

@@ -11,13 +11,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ggufc.formats import artifact as fmt
 from ggufc.formats.ggml_types import TYPES
 
+from .artifact import Artifact
 from .errors import RuntimeRefusal
 from .kvcells import KVCells
+from .memory import ALIGNMENT
+from .programs import base_name
 from .rows import Store
 
 _ROWS_AT_ONCE = 1024
@@ -98,18 +102,62 @@ def _freq_factors(rope: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) ->
     return np.asarray(given, np.float64)
 
 
-def check(caches: list[fmt.Cache], program: str = "eval") -> None:
-    """Soft refusal, before anything changes, if the keys of an artifact cannot be shifted.
+def specs_for(artifact: Artifact, program: fmt.Program) -> list[fmt.Cache]:
+    """The caches as ``program`` rotates their keys.
 
-    The manifest describes the rotation of the plain program; a variant for another context size rotates by other factors.
+    The manifest describes the plain program. A variant for another context size may read other frequency factors; which ones, its launches
+    say: where the same launch of the plain program reads those of the manifest. Soft refusal if there is no such launch.
     """
+    caches = artifact.manifest.caches
+    base = base_name(program.name)
+    if program.name == base or not any(cache.rope.get("freq_factors") for cache in caches):
+        return caches
+    plain = {launch.node: launch for launch in artifact.program(base).launches}
+    pairs = {
+        (old.name, new.name)
+        for launch in program.launches
+        if launch.node in plain and plain[launch.node].kernel == launch.kernel
+        for old, new in zip(plain[launch.node].args, launch.args)
+        if old.kind == new.kind == "weight"
+    }
+    tensors = Tensors(artifact)
+    return [_with_factors(cache, pairs, tensors, program.name) if cache.rope.get("freq_factors") else cache for cache in caches]
+
+
+def _with_factors(cache: fmt.Cache, pairs: set[tuple[str, str]], tensors: Mapping[str, np.ndarray], program: str) -> fmt.Cache:
+    """The cache with the factors that stand where the plain program has the cache's own."""
+    known = np.asarray(cache.rope["freq_factors"], np.float32)
+    size = known.nbytes
+    for old, new in sorted(pairs):
+        if old not in tensors or new not in tensors or not size <= len(tensors[old]) == len(tensors[new]) < size + ALIGNMENT:
+            continue
+        if np.array_equal(tensors[old][:size].view(np.float32), known):
+            factors = tensors[new][:size].view(np.float32)
+            return msgspec.structs.replace(cache, rope={**cache.rope, "freq_factors": [float(x) for x in factors]})
+    raise RuntimeRefusal(
+        f"positions cannot be moved: the artifact does not say how {program} rotates the keys of cache {cache.name}; turn context shift "
+        "off or use a smaller n_ctx",
+        soft=True,
+    )
+
+
+class Tensors(dict[str, np.ndarray]):
+    """Bytes of an artifact's tensors by name, looked up on demand."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__()
+        self._file = artifact.file
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file.tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.data(name)
+
+
+def check(caches: list[fmt.Cache]) -> None:
+    """Soft refusal, before anything changes, if the keys of an artifact cannot be shifted."""
     for cache in caches:
-        if "@" in program and cache.rope.get("freq_factors"):
-            raise RuntimeRefusal(
-                f"positions cannot be moved: the artifact does not say how {program} rotates the keys of cache {cache.name}; turn context "
-                "shift off or use a smaller n_ctx",
-                soft=True,
-            )
         if cache.part != "k" or not cache.rope:
             continue
         mode = cache.rope.get("mode")
@@ -129,16 +177,18 @@ def _is_rotation(cache: fmt.Cache) -> bool:
     return 0 < n_dims <= cache.head and n_dims % 2 == 0 and 1 < base < math.inf
 
 
-def apply(cells: KVCells, buffers: Store, tensors: Mapping[str, np.ndarray] | None = None) -> int:
+def apply(cells: KVCells, buffers: Store, tensors: Mapping[str, np.ndarray] | None = None, caches: list[fmt.Cache] | None = None) -> int:
     """Rotate the keys of all moved cells and clear their deltas; returns the number of rows rotated per cache.
 
-    ``tensors`` looks up frequency factors that the manifest gives by tensor name.
+    ``tensors`` looks up frequency factors that the manifest gives by tensor name; ``caches`` says how keys are rotated (``specs_for``), by
+    default as the manifest does.
     """
-    check(list(buffers.specs.values()))
+    caches = list(buffers.specs.values()) if caches is None else caches
+    check(caches)
     moved = np.flatnonzero((cells.delta != 0) & (cells.pos >= 0))
     deltas = cells.delta[moved]
     known: dict[str, np.ndarray] = {}
-    for cache in buffers.specs.values():
+    for cache in caches:
         if cache.part != "k" or not cache.rope or not len(moved):
             continue
         key = repr(sorted(cache.rope.items()))

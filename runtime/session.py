@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggufc.formats import artifact as fmt
+
 from . import kshift, programs
 from .artifact import Artifact
 from .batch import Batch, Visibility, make_batch, next_token, sizes, visibility
@@ -447,16 +449,19 @@ class Session:
     def apply_shift(self) -> None:
         """Rotate the keys of cells whose positions have moved; ``decode`` and ``state_save`` do it when they must."""
         if self.cells.needs_shift:
-            self._check_shift()
-            kshift.apply(self.cells, self._executor.caches, _Tensors(self.artifact))
+            caches = self._check_shift()
+            kshift.apply(self.cells, self._executor.caches, kshift.Tensors(self.artifact), caches)
             self._stale = "keys were rotated"
 
-    def _check_shift(self) -> None:
+    def _check_shift(self) -> list[fmt.Cache]:
+        """How keys are rotated; soft refusal if they cannot be."""
         if self.window_rows is not None:
             raise RuntimeRefusal(
                 "positions cannot be moved in compacted window caches; open the session without compact_windows", soft=True
             )
-        kshift.check(self.artifact.manifest.caches, self._executor.program.name)
+        caches = kshift.specs_for(self.artifact, self._executor.program)
+        kshift.check(caches)
+        return caches
 
     def pos_min(self, seq: int = 0) -> int:
         """Smallest position of a sequence, -1 if empty."""
@@ -543,17 +548,3 @@ def _one_each(batch: Batch, n_seq_max: int) -> bool:
     """Whether each sequence of the batch has one token in it: a decode step of one or several texts."""
     n = len(batch)
     return n == 1 or (n <= n_seq_max and isinstance(batch.seqs, np.ndarray) and len(set(batch.seqs.tolist())) == n)
-
-
-class _Tensors(dict[str, np.ndarray]):
-    """Bytes of an artifact's tensors by name, looked up on demand."""
-
-    def __init__(self, artifact: Artifact) -> None:
-        super().__init__()
-        self._file = artifact.file
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file.tensors
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._file.data(name)

@@ -55,3 +55,25 @@ def test_state_and_copies_have_the_bits_of_the_run_that_went_on(case, tmp_path):
         assert np.array_equal(s.decode(tokens[30:], seq=1, logits="all"), want)
         s.state_load(whole.getvalue())
         assert np.array_equal(s.decode(tokens[30:], seq=2, logits="all"), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.name == "phi3-long"], ids=lambda case: case.name)
+def test_positions_of_a_long_context_move_by_its_own_factors(case, tmp_path):
+    from ggufc.codegen.compile import CompileOptions, compile_file
+
+    path = tmp_path / "model.ggufc"
+    compile_file(case / "model.gguf", path, CompileOptions(jobs=1, type_k="f32", type_v="f32"))
+    with Session(path, n_ctx=256, n_threads=1) as s:
+        tokens = np.random.default_rng(1).integers(3, s.n_vocab - 1, 30).tolist()
+        assert "@" in s.executor.program.name
+        s.decode(tokens[:29])
+        want = s.decode(tokens[29:])
+        s.seq_rm(0, 29, -1)
+        s.seq_add(0, 0, -1, 40)
+        moved = s.decode(tokens[29:])
+        assert np.abs(moved - want).max() < 2e-3 * np.abs(want).max()
+        s.seq_rm(0, 69, -1)
+        s.cells.seq_add(0, 0, -1, 40)
+        s.cells.shift_done()  # without the rotation the logits are others
+        assert np.abs(s.decode(tokens[29:]) - want).max() > 10 * np.abs(moved - want).max()

@@ -125,3 +125,28 @@ def test_frequency_factors_by_tensor_name():
     assert np.allclose(found, 100.0 ** (-np.arange(4) / 4) / factors)
     with pytest.raises(RuntimeRefusal, match=r"rope_freqs\.weight"):
         kshift._freq_factors(rope, {})
+
+
+def test_a_variant_shifts_by_the_factors_its_own_launches_read():
+    long, short, other = (np.array(v, np.float32) for v in ([1, 3, 9, 2], [1, 1.5, 2, 1.25], [4, 4, 4, 4]))
+    padded = {name: np.pad(v.view(np.uint8), (0, 48)) for name, v in (("short", short), ("long", long), ("other", other))}
+
+    def program(name: str, factors: str, kernel: int = 0) -> fmt.Program:
+        args = [fmt.Arg("input", "positions"), fmt.Arg("weight", factors), fmt.Arg("slot")]
+        launches = [fmt.Launch(kernel, args, "blk.0.rope.table"), fmt.Launch(1, [fmt.Arg("weight", "w")], "out")]
+        return fmt.Program(name, launches, [], [], {})
+
+    k = fmt.Cache("blk.0.k", 0, "k", "f32", 8, 8, rope={"mode": "neox", "n_dims": 8, "base": 10.0, "freq_factors": short.tolist()})
+    v = fmt.Cache("blk.0.v", 0, "v", "f32", 8, 8)
+    variants = {name: program(name, *a) for name, a in {"eval": ("short",), "eval@x > 1": ("long",), "eval@x > 2": ("other", 7)}.items()}
+    artifact = SimpleNamespace(
+        manifest=fake_model.manifest(caches=[k, v]),
+        program=variants.__getitem__,
+        file=SimpleNamespace(tensors=padded, data=padded.__getitem__),
+    )
+    assert kshift.specs_for(artifact, variants["eval"]) == [k, v]
+    found = kshift.specs_for(artifact, variants["eval@x > 1"])
+    assert found[0].rope == {**k.rope, "freq_factors": [1.0, 3.0, 9.0, 2.0]} and found[1] == v
+    with pytest.raises(RuntimeRefusal, match=r"does not say how eval@x > 2 rotates the keys of cache blk\.0\.k") as refusal:
+        kshift.specs_for(artifact, variants["eval@x > 2"])  # another kernel may rotate in another way altogether
+    assert refusal.value.soft
