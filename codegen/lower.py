@@ -44,7 +44,12 @@ class Lowering:
         self.output_of = {node: name for name, node in g.outputs.items()}
         for node in g.inputs():
             a = node.attrs
-            self.schedule.inputs.append(Input(a["name"], a["kind"], node.dtype, [form(d) for d in node.ne], a["window"]))
+            if a["region"]:
+                raise CodegenError(
+                    f"input {a['name']!r}: compacted caches are a matter of sessions (compact_windows), not of compilation; leave out "
+                    "swa_compress"
+                )
+            self.schedule.inputs.append(Input(a["name"], a["kind"], node.dtype, [form(d) for d in node.ne], a["window"], a["ratio"]))
         for name, node in g.outputs.items():
             self.schedule.outputs[name] = [form(d) for d in node.ne]
         self._match()
@@ -161,7 +166,7 @@ class Lowering:
 
     def _lower(self, node: Node) -> None:
         kind = node.op.name
-        if kind == "get_rows" and node.operands[0].op.name == "weight" and node.operands[0].type.rank == 2:
+        if kind == "get_rows" and node.operands[0].op.name == "weight" and node.operands[0].type.rank == 2 and node.dtype == "f32":
             self._embedding(node)
         elif kind == "rms_norm_mul" and node.type.rank == 2:
             emit_norm(self, node, node, None)

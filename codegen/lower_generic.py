@@ -108,9 +108,30 @@ def _two(kernel: Callable[..., Any]) -> Emit:
 
 
 def _get_rows(low: Lowering, node: Node) -> None:
+    table, chosen = node.operands
+    origin = layout(chosen).root
+    if origin.op.name in LISTS_WITH_HOLES and (isinstance(origin.operands[0].ne[0], Dim) or origin.op.name != "top_k"):
+        raise CodegenError(f"node {node.name!r}: rows of a list that may end in -1 ({origin.op.name} {origin.name!r}) have no kernel")
+    if table.op.name == "weight" and table.dtype == "i32":
+        low.weights.request(table, "plain", _index_limit(low, node, node))
     (at, a), (ids, idx) = (strided(low, o) for o in node.operands)
     spec = select.GetRowsPlain(a, idx, contiguous(node.dtype, node.ne))
     launch(low, spec, (at, ids, low.result(node)), (2,), node)
+
+
+def _index_limit(low: Lowering, node: Node, table: Node) -> int:
+    """What the integers ``node`` holds must stay below: the number of things that those who use it choose from."""
+    limits = []
+    for user in low.users[node]:
+        if user.is_view:
+            limits.append(_index_limit(low, user, table))
+        elif user.op.name in ("mul_mat_id", "get_rows") and user.operands[-1] is node:
+            limits.append(fixed(user.operands[0].ne[2 if user.op.name == "mul_mat_id" else 1]))
+        else:
+            limits.append(0)
+    if not limits or min(limits) < 1:
+        raise CodegenError(f"node {table.name!r}: a table of integers that are more than indices of experts or rows has no kernel")
+    return min(limits)
 
 
 def _kq_mask(low: Lowering, node: Node) -> None:
@@ -205,6 +226,9 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
         args = (weight, rounded.at(offset * record), out.at(4 * n * offset), integer(0), integer(n), NULL, integer(0), NULL)
         low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 
+
+LISTS_WITH_HOLES = ("top_k", "indexer_topk", "mask_to_index")
+"""Operators whose lists end in -1 where there is less to choose from than asked for."""
 
 RULES: dict[str, Emit] = {
     **dict.fromkeys(elementwise.UNARY, _pointwise(lambda node: (node.op.name, 0))),

@@ -95,8 +95,6 @@ def launch(
 def rope_table(low: Lowering, node: Node, pos: Node, factors: Node | None, table: Ref) -> None:
     """The launch that fills ``table`` f32[n_dims, T] with the angles ``node`` (``rope`` or ``rope_table``) asks for."""
     a = node.attrs
-    if a["inverse"]:
-        raise CodegenError(f"node {node.name!r}: {node.op.name} by the negative angle (inverse) has no kernel")
     spec = rope.RopeTable(
         a["n_dims"],
         a["base"],
@@ -107,6 +105,7 @@ def rope_table(low: Lowering, node: Node, pos: Node, factors: Node | None, table
         a["beta_slow"],
         a["n_ctx_orig"],
         factors is not None,
+        bool(a["inverse"]),
     )
     ff = Ref("weight", low.weights.request(factors, "plain").name) if factors is not None else NULL
     sym, mult = rows_grid([pos.type.numel])

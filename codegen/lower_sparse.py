@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import hadamard, indexer, lists, sums
+from ggufc.codegen.kernels import convolution, hadamard, indexer, lists, sums
 from ggufc.codegen.kernels.attention_cells import STEP
 from ggufc.codegen.kernels.softmax import SumRows
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, strided
 from ggufc.codegen.schedule import Ref, Step, add_forms, fixed, form, integer, rows_grid
+from ggufc.formats.abi import PARAMS
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import Dim
 from ggufc.ir.graph import Node
@@ -78,20 +79,27 @@ def _indexer_topk(low: Lowering, node: Node) -> None:
     if where.offset != 0 or not where.contiguous:
         raise CodegenError(f"node {node.name!r}: index keys that are a view of a cache's rows have no kernel")
     (entries,) = cells.ne
-    if not isinstance(entries, Dim) or str(entries) != "R":
-        raise CodegenError(f"node {node.name!r}: lists of {entries} entries have no kernel; it scores those of the cells (R)")
+    if not isinstance(entries, Dim) or str(entries) not in PARAMS:
+        raise CodegenError(f"node {node.name!r}: lists of {entries} entries have no kernel; their number must be a symbol alone")
+    listed = str(entries)
     scores = low.schedule.new_value(add_forms(form(tokens * entries, 4), form(tokens, 4 * STEP)), f"{node.name} (scores)")
     lists_at, spans = low.ref(cells)[0], low.ref(vis)[0]
-    spec = indexer.IndexerScores(d, heads, keys.dtype)
+    spec = indexer.IndexerScores(d, heads, keys.dtype, listed)
     args = (at, integer(ldq), factors, integer(ldw), low.root_ref(where.root), lists_at, spans, scores)
-    read = {"R": row_bytes(keys.dtype, d)}
+    read = {listed: row_bytes(keys.dtype, d)}
     flops = form(tokens * entries, 2 * d * heads)
-    low.emit(Step(spec, args, (7,), f"{node.name}.scores", "R", indexer.ENTRIES, 1, bytes=read, flops=flops))
+    low.emit(Step(spec, args, (7,), f"{node.name}.scores", listed, indexer.ENTRIES, 1, bytes=read, flops=flops))
     a = node.attrs
-    choice = indexer.IndexerSelect(int(a["k"]), int(a["sinks"]), a["ties"])
+    choice = indexer.IndexerSelect(int(a["k"]), int(a["sinks"]), a["ties"], listed)
     sym, mult = rows_grid([tokens])
     # The choice overwrites the scores while it sorts them.
     low.emit(Step(choice, (scores, lists_at, spans, low.result(node)), (0, 3), node.name, sym, 1, mult, bytes=form(tokens * entries, 4)))
+
+
+def _ssm_conv(low: Lowering, node: Node) -> None:
+    (at, x), (taps, w) = (strided(low, o) for o in node.operands)
+    spec = convolution.SsmConv(x, w, contiguous("f32", node.ne))
+    launch(low, spec, (at, taps, low.result(node)), (2,), node)
 
 
 def _heads(low: Lowering, q: Node, d: int, heads: int) -> tuple[Ref, int]:
@@ -118,8 +126,9 @@ SPARSE_RULES: dict[str, Emit] = {
     "mask_to_index": _mask_to_index,
     "list_spans": _list_spans,
     "indexer_topk": _indexer_topk,
+    "ssm_conv": _ssm_conv,
 }
 """Operator name -> how it is emitted."""
 
-SPARSE_OPERANDS = {"blend": 2, "indexer_topk": 5}
+SPARSE_OPERANDS = {"blend": 2, "indexer_topk": 5, "ssm_conv": 2}
 """Operands of the rules that know more than one."""

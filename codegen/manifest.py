@@ -11,10 +11,12 @@ from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.frontend import Compilation
 from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.options import CompileOptions
+from ggufc.codegen.schedule import form
 from ggufc.codegen.weight_plan import as_f32
 from ggufc.formats import abi
 from ggufc.formats.artifact import Cache, Kernel, Manifest
 from ggufc.formats.gguf_reader import GGUFFile
+from ggufc.ir.dims import parse_dim
 from ggufc.models.model import Model
 
 
@@ -52,7 +54,7 @@ def make_manifest(
         if factors is not None:
             values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
             rope["freq_factors"] = [float(v) for v in values]
-        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope))
+        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope, form(parse_dim(info.rows))))
     return Manifest(
         abi=abi.ABI_VERSION,
         arch=model.arch,

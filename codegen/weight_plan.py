@@ -18,8 +18,9 @@ from ggufc.ir.graph import Graph, Node
 class StoredWeight:
     """One tensor of the artifact.
 
-    ``form``: ``packed``, ``glu`` (packed, groups of two sources alternating) or ``plain`` (f32). ``sources`` are file tensors whose rows
-    follow each other (``glu``: gate, up; several experts: one per slab); empty when the value comes from evaluating ``derived``.
+    ``form``: ``packed``, ``glu`` (packed, groups of two sources alternating) or ``plain`` (f32, or i32 as in the file). ``sources`` are
+    file tensors whose rows follow each other (``glu``: gate, up; several experts: one per slab); empty when the value comes from evaluating
+    ``derived``. ``below`` of a table of integers: they are indices and must lie in 0..below-1, since kernels trust them.
     """
 
     name: str
@@ -28,6 +29,7 @@ class StoredWeight:
     ne: tuple[int, ...]
     sources: tuple[str, ...] = ()
     derived: str = ""
+    below: int = 0
 
 
 @dataclass
@@ -37,17 +39,17 @@ class WeightPlan:
     graph: Graph
     stored: dict[tuple[str, str], StoredWeight] = field(default_factory=dict)
 
-    def request(self, node: Node, form: str) -> StoredWeight:
-        """The stored form of a ``weight`` node; equal requests share one tensor."""
+    def request(self, node: Node, form: str, below: int = 0) -> StoredWeight:
+        """The stored form of a ``weight`` node; equal requests share one tensor. Tables of integers need the bound ``below``."""
         name = node.attrs["tensor"] or node.attrs["derived"]
-        if form == "plain" and node.dtype not in ("f32", "f16", "bf16"):
-            raise CodegenError(f"tensor {name}: a {node.dtype} weight cannot be used outside products and row look-ups")
         key = (name, form)
         if key not in self.stored:
+            if form == "plain" and node.dtype not in ("f32", "f16", "bf16") and not (node.dtype == "i32" and below > 0):
+                raise CodegenError(f"tensor {name}: a {node.dtype} weight cannot be used outside products and row look-ups")
             sources, derived = self._sources(node)
             ne = tuple(int(d) for d in node.ne)
-            suffix = ".f32" if form == "plain" and node.type.rank > 1 else ""
-            self.stored[key] = StoredWeight(name + suffix, form, node.dtype, ne, sources, derived)
+            suffix = ".i32" if below else ".f32" if form == "plain" and node.type.rank > 1 else ""
+            self.stored[key] = StoredWeight(name + suffix, form, node.dtype, ne, sources, derived, below)
         return self.stored[key]
 
     def _sources(self, node: Node) -> tuple[tuple[str, ...], str]:

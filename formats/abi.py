@@ -7,8 +7,11 @@ from __future__ import annotations
 
 ABI_VERSION = 1
 
-PARAMS = ("T", "O", "C", "KV", "R")
-"""Symbols of an evaluation graph in the order of the kernel's ``params`` array."""
+COMMON = ("T", "O", "C", "KV", "R")
+"""Symbols every evaluation graph has."""
+
+PARAMS = (*COMMON, "S", "C4", "E4", "V4", "W4", "C128", "E128", "V128", "W128")
+"""Symbols of an evaluation graph in the order of the kernel's ``params`` array (docs/runtime-inputs.md)."""
 
 # Pool: one per thread team.
 POOL_EPOCH = 0  # number of evaluations published so far; workers sleep (futex) on its low 32 bits

@@ -38,17 +38,21 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Input(msgspec.Struct, frozen=True):
-    """A runtime input; ``kind`` says how the runtime fills it (docs/architecture.md section 3)."""
+    """A runtime input; ``kind`` says how the runtime fills it, ``ratio`` how many positions make a compressed entry
+    (docs/runtime-inputs.md).
+    """
 
     name: str
     kind: str
     dtype: str
     ne: list[Affine]
     window: int = 0
+    ratio: int = 0
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """A persistent KV resource of ``C`` rows; ``row`` values (heads of ``head`` values each) of ``dtype`` per row.
+    """A persistent resource of ``rows`` rows; ``row`` values (heads of ``head`` values each) of ``dtype`` per row. Rows ``{"C": 1}`` are
+    cells; others belong to sequences (docs/runtime-inputs.md), so they do not follow when cells move.
 
     ``rope`` holds the attributes of the operator that rotated the keys (empty for values and unrotated keys): what a K-shift needs.
     """
@@ -61,6 +65,7 @@ class Cache(msgspec.Struct, frozen=True):
     head: int
     window: int = 0
     rope: dict[str, float | int | str | list[float]] = {}
+    rows: Affine = msgspec.field(default_factory=lambda: {"C": 1})
 
 
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ggufc.formats.abi import PARAMS
+from ggufc.formats.abi import COMMON
 from ggufc.ir.dims import Dim, IntDim, Sym
 from ggufc.models.errors import ModelError
 
 Value = int | bool | str
 
-SYMBOLS = PARAMS
+SYMBOLS = COMMON
 """Symbols of an evaluation graph: tokens, rows with logits, cache cells, visible cells (padded), cell list entries."""
 
 OPTIONS: dict[str, Value] = {

@@ -7,6 +7,7 @@ input buffers and, for caches written at a moving offset, the program's fixups.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,8 @@ from .cpuinfo import physical_cores
 from .errors import RuntimeRefusal
 from .image import CodeImage
 from .memory import Region, align
-from .rows import CacheRows, HostPart
+from .rows import CacheRows, HostPart, of_cells
+from .state_inputs import input_values, symbols
 from .team import Team
 from .windows import REDIRECTED, SUFFIX, redirected
 
@@ -29,6 +31,7 @@ CACHE_PAD = 256
 """Cells are allocated, and visible lengths rounded, in multiples of this (attention walks the cache in tiles)."""
 
 MAX_THREADS = 256
+_INDEX = {name: i for i, name in enumerate(abi.PARAMS)}
 _MAX_MULT = 1 << 24  # with at most 2^24 tokens, tiles still fit the 32 bits of a claim word
 _NUMPY = {"f32": np.float32, "i32": np.int32}
 _INPUTS = {
@@ -58,16 +61,18 @@ class Limits:
     def env(self) -> dict[str, int]:
         # Sequences may share cells, so each list of the batch can be as long as the cache.
         lists = min(self.n_seq_max, self.n_ubatch)
-        return {"T": self.n_ubatch, "O": self.n_ubatch, "C": self.n_cells, "KV": self.n_cells, "R": self.n_cells * lists}
+        common = {"T": self.n_ubatch, "O": self.n_ubatch, "C": self.n_cells, "KV": self.n_cells, "R": self.n_cells * lists}
+        return common | symbols(self.n_ubatch, self.n_cells, self.n_seq_max)
 
 
 class CacheBuffers:
     """The persistent KV buffers of an artifact, zero-filled. ``view(name)`` is u8 [rows, row bytes].
 
-    Row c is cell c, except that caches of layers with a window have ``window_rows`` rows if that is not 0 (``windows``).
+    Row c is cell c, except that caches of layers with a window have ``window_rows`` rows if that is not 0 (``windows``), and that other
+    rows than cells belong to one of ``n_seq_max`` sequences (``state_inputs``).
     """
 
-    def __init__(self, artifact: Artifact, n_cells: int, window_rows: int = 0) -> None:
+    def __init__(self, artifact: Artifact, n_cells: int, window_rows: int = 0, n_seq_max: int = 1) -> None:
         self.n_cells = n_cells
         self.n_rows: dict[str, int] = {}
         self.specs = {cache.name: cache for cache in artifact.manifest.caches}
@@ -81,10 +86,18 @@ class CacheBuffers:
                     f"{artifact.path}: cache {cache.name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored"
                 )
             self.row_bytes[cache.name] = cache.row // info.block * info.bytes
-            self.n_rows[cache.name] = window_rows if window_rows and cache.window else n_cells
+            self.n_rows[cache.name] = window_rows if window_rows and cache.window else self._rows(artifact, cache, n_seq_max)
             self.offsets[cache.name] = total
             total += align(self.row_bytes[cache.name] * self.n_rows[cache.name])
         self.memory = Region(total, f"a KV cache of {n_cells} cells")
+
+    def _rows(self, artifact: Artifact, cache: fmt.Cache, n_seq_max: int) -> int:
+        env = {"C": self.n_cells} | symbols(1, self.n_cells, n_seq_max)
+        unknown = {symbol for symbol in cache.rows if symbol and symbol not in env}
+        rows = 0 if unknown else fmt.evaluate(cache.rows, env)
+        if not 0 < rows < 1 << 40:
+            raise ArtifactError(f"{artifact.path}: cache {cache.name} has {cache.rows} rows, which cannot be; compile the model again")
+        return rows
 
     def view(self, name: str) -> np.ndarray:
         row, start, n = self.row_bytes[name], self.offsets[name], self.n_rows[name]
@@ -95,9 +108,11 @@ class CacheBuffers:
         return CacheRows(self.specs[name], [HostPart(self.view(name))])
 
     def clear(self, n_rows: int | None = None) -> None:
-        """Zero the first ``n_rows`` rows of every cache (all by default); rows never written stay untouched memory."""
-        for name in self.specs:
-            self.view(name)[:n_rows] = 0
+        """Zero the first ``n_rows`` cells of every cache (all by default), and everything that belongs to sequences; rows never written
+        stay untouched memory.
+        """
+        for name, spec in self.specs.items():
+            self.view(name)[: n_rows if of_cells(spec) else None] = 0
 
 
 class Executor:
@@ -130,11 +145,12 @@ class Executor:
         self._owns_team = share is None
         if share is None:
             self.image = CodeImage(artifact.image)
-            self.caches = CacheBuffers(artifact, self.limits.n_cells, window_rows)
+            self.caches = CacheBuffers(artifact, self.limits.n_cells, window_rows, n_seq_max)
             self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
         else:
             self.image, self.caches, self.team = share.image, share.caches, share.team
-        self._max_list = self.limits.env()["R"]
+        self._most = self.limits.env()
+        self._max_list = self._most["R"]
         self.n_evals = 0
         self._profile: np.ndarray | None = None
         try:
@@ -204,9 +220,12 @@ class Executor:
     def _input_values(self, spec: fmt.Input) -> int:
         """Values an input holds at the limits; ArtifactError if this version could not fill it."""
         ne = self._size(spec.ne, f"input {spec.name}")
-        dtype, width, symbol = _INPUTS.get(spec.kind, ("", 0, "T"))
-        wanted = (width or self.artifact.manifest.n_embd) * self.limits.env()[symbol]
-        if spec.dtype != dtype or math.prod(ne) != wanted:
+        if spec.kind in _INPUTS:
+            dtype, width, symbol = _INPUTS[spec.kind]
+            wanted = (width or self.artifact.manifest.n_embd) * self.limits.env()[symbol]
+        else:
+            dtype, wanted = "i32", input_values(spec, self.limits.env())
+        if not wanted or spec.dtype != dtype or math.prod(ne) != wanted:
             raise ArtifactError(
                 f"{self.artifact.path}: input {spec.name} ({spec.kind}) is {spec.dtype}{ne}, which this version cannot fill; "
                 "compile the model again"
@@ -265,7 +284,8 @@ class Executor:
         self._args = np.zeros(max(len(flat), 1), np.int64)
         self._table = np.zeros((max(len(rows), 1), abi.LAUNCH_WORDS), np.int64)
         self._counters = Region(8 * abi.COUNTER_WORDS * max(len(rows), 1), "launch counters")
-        self.params = np.zeros(len(abi.PARAMS), np.int64)
+        # Symbols that the session fixes; the others differ between micro-batches.
+        self.params = np.array([self._most[name] for name in abi.PARAMS], np.int64)
         self._exec = np.zeros(abi.EXEC_WORDS, np.int64)
         self._exec[abi.EXEC_N_LAUNCHES] = len(rows)
         self._exec[abi.EXEC_LAUNCHES] = self._table.__array_interface__["data"][0]
@@ -343,10 +363,11 @@ class Executor:
         """Resolve everything again, as if no graph could be reused."""
         self._fill(*self._resolved())
 
-    def eval(self, T: int, O: int, R: int, KV: int, head: int = 0) -> None:
+    def eval(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None:
         """Evaluate one micro-batch from the input buffers: T tokens, O output rows, R entries of the cell list, KV visible cells.
 
-        ``head`` is the first cell written; only programs with fixups use it. RuntimeRefusal for sizes beyond the limits.
+        ``head`` is the first cell written; only programs with fixups use it. ``entries``: values of the symbols about compressed entries.
+        RuntimeRefusal for sizes beyond the limits.
         """
         limits = self.limits
         if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= self._max_list):
@@ -359,7 +380,11 @@ class Executor:
             if not 0 <= head <= limits.n_cells - T:
                 raise RuntimeRefusal(f"{T} tokens cannot be written from cell {head} of {limits.n_cells}")
             self._args[self._fix_places] = self._fix_bases + head * self._fix_steps
-        self.params[:5] = (T, O, limits.n_cells, KV, R)  # the symbols every graph has come first
+        self.params[: len(abi.COMMON)] = (T, O, limits.n_cells, KV, R)
+        for name, value in (entries or {}).items():
+            if not 0 <= value <= self._most[name]:
+                raise RuntimeRefusal(f"a micro-batch with {name} = {value} exceeds what was allocated ({self._most[name]})")
+            self.params[_INDEX[name]] = value
         self.n_evals += 1
         self.team.eval(self._exec_address)
 

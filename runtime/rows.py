@@ -26,7 +26,12 @@ _CHUNK = 1 << 22
 """Bytes gathered at once: large enough to be fast, small beside any cache worth saving."""
 
 ROW_PARALLEL = ("k", "v", "indexer_k")
-"""``Cache.part`` of caches whose row c belongs to cell c. Others hold one state per sequence and do not follow when cells move."""
+"""``Cache.part`` of caches whose row c may belong to cell c. Others hold states of sequences and do not follow when cells move."""
+
+
+def of_cells(cache: fmt.Cache) -> bool:
+    """Whether row c of the cache belongs to cell c."""
+    return cache.part in ROW_PARALLEL and cache.rows == {"C": 1}
 
 
 class Part(Protocol):

@@ -27,8 +27,9 @@ from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
 from .history import TokenHistory
 from .kvcells import KVCells
-from .rows import ROW_PARALLEL
+from .rows import of_cells
 from .sampling import SamplingOptions
+from .state_inputs import SHAPES, SequenceStates
 from .statistics import Statistics
 from .windows import SUFFIX, WindowRows, rows_for
 
@@ -91,6 +92,12 @@ class Session:
             bases = [programs.base_name(name) for name in self.artifact.program_names]
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
             chosen = programs.choose(self.artifact, first, self.sizes)
+            self.states = SequenceStates(manifest.caches, pad(self.n_ctx), n_seq_max)
+            if self.states and (executor is not Executor or compact_windows):
+                raise RuntimeRefusal(
+                    "this model keeps state per sequence, which is for caches of full length in host memory; leave out the device and "
+                    "compact_windows"
+                )
             self._make_executor = executor
             extra = {"window_rows": rows} if (rows := self._window_rows(executor) if compact_windows else 0) else {}
             self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)
@@ -227,6 +234,10 @@ class Session:
         counts = sizes(len(batch), self.n_ubatch)
         if self.window_rows is not None:
             self.window_rows.check(batch)
+        if self.states:
+            self.states.check(batch, cells)
+            if not self.causal:
+                raise RuntimeRefusal("this model keeps state per sequence, so tokens cannot see later ones; switch causal on")
         if self.defrag_threshold >= 0 and cells.n_kv() >= _DEFRAG_FROM and cells.holes() > self.defrag_threshold:
             self.defrag()
         if not self.causal and len(counts) > 1:
@@ -256,6 +267,7 @@ class Session:
         """Fill the inputs for one inserted micro-batch, run it, hand over the wanted rows."""
         n, wanted = len(part), len(part.wanted)
         seen = visibility(self.cells, part, self.causal)
+        states = self.states.step(part) if self.states else None
         for name, spec in executor.input_specs.items():
             buffer = executor.inputs[name]
             kind = spec.kind
@@ -273,6 +285,9 @@ class Session:
                 buffer[: 3 * n].reshape(n, 3)[:] = seen.rows(spec.window)
             elif kind == "embd":
                 buffer[: part.embd.size] = part.embd.reshape(-1)  # type: ignore[union-attr]
+            elif states is not None and kind in SHAPES:
+                values = states.values(kind, spec.ratio)
+                buffer[: len(values)] = values
             else:
                 raise RuntimeRefusal(
                     f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
@@ -282,7 +297,8 @@ class Session:
         if not self.stats.count_graph(executor.program.name, self.graph_reuse, self._stale):
             executor.rebind()
         self._stale = ""
-        executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start)
+        extra = {} if states is None else {"entries": states.symbols}
+        executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start, **extra)
         if wanted:
             take(executor.output("logits"))
 
@@ -312,6 +328,8 @@ class Session:
         Returns the length of what is kept.
         """
         common = self.history.common(tokens, seq)
+        if self.states and not self.states.continues(seq, common, self.cells.pos_max(seq)):
+            common = 0
         try:
             self.seq_rm(seq, common, -1)
         except RuntimeRefusal:  # the rows of its window are gone: evaluate all of it again
@@ -398,20 +416,38 @@ class Session:
         """Remove positions [p0, p1) of a sequence (all sequences if negative); negative bounds are open."""
         if self.window_rows is not None:
             self.window_rows.check_rm(seq, p0, p1)
+        if self.states:
+            self.states.check_rm(seq, p0, p1, self.cells)
         self.cells.seq_rm(seq, p0, p1)
+        if self.states:
+            self._clear_states()
         if self.window_rows is not None:
             self.window_rows.removed()
         self.history.removed(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let ``dst`` share positions [p0, p1) of ``src``; no data is copied."""
+        if self.states and src != dst:
+            self.states.refuse_copy()
         self.cells.seq_cp(src, dst, p0, p1)
         self.history.copied(src, dst, p0, p1)
 
     def seq_keep(self, seq: int) -> None:
         """Remove every other sequence."""
         self.cells.seq_keep(seq)
+        if self.states:
+            self._clear_states()
         self.history.kept(seq)
+
+    def _clear_states(self) -> None:
+        """Zero what belongs to sequences that hold nothing any more."""
+        stores = self._executor.caches
+        for seq in range(self.n_seq_max):
+            if self.states.next[seq] and self.cells.pos_max(seq) < 0:
+                self.states.next[seq] = 0
+                for cache in self.states.specs:
+                    first, n = self.states.part(cache, seq)
+                    stores.view(cache.name)[first : first + n] = 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move positions [p0, p1) by ``delta``; stored keys are rotated before the next decode. Soft refusal if they cannot be."""
@@ -434,7 +470,7 @@ class Session:
         """
         stores = self._executor.caches
         compacted = self.window_rows is not None
-        strict = [cache.name for cache in stores.specs.values() if cache.part not in ROW_PARALLEL or (compacted and cache.window)]
+        strict = [cache.name for cache in stores.specs.values() if not of_cells(cache) or (compacted and cache.window)]
         if strict:
             warnings.warn(f"the cache stays fragmented: {strict[0]} does not follow when cells move", RuntimeWarning, stacklevel=2)
             self.defrag_threshold = -1.0
@@ -513,6 +549,7 @@ class Session:
         self.cells.clear()
         if self.window_rows is not None:
             self.window_rows.clear()
+        self.states.next[:] = [0] * self.n_seq_max
         self.history.clear()
 
     clear = reset

@@ -28,9 +28,11 @@ _DIGITS = ((21, 11), (10, 11), (0, 10))
 """(shift, bits) of the digits of a 32-bit pattern, highest first."""
 
 
-def score_stride(e: Emitter) -> Value:
-    """Scores per token: R rounded up to whole steps, so that steps of one token do not touch the next."""
-    return e.b.and_(e.b.add(e.param("R"), e.i64(STEP - 1)), e.i64(-STEP))
+def score_stride(e: Emitter, entries: str) -> Value:
+    """Scores per token: the number of listed entries (a symbol) rounded up to whole steps, so that steps of one token do not touch the
+    next.
+    """
+    return e.b.and_(e.b.add(e.param(entries), e.i64(STEP - 1)), e.i64(-STEP))
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class IndexerScores:
     """scores f32[pad(R, 16), T]: of each entry of ``cells`` that token t sees; entries it does not see hold anything.
 
     ``q`` f32[d, heads, T] with adjacent heads (leading dimension ``ldq``), ``weights`` f32[heads, T] (``ldw``), ``keys`` cache rows of
-    ``d`` values of ``dtype``, ``cells`` i32[R], ``visible`` i32[3, T]. One tile per ``ENTRIES`` entries.
+    ``d`` values of ``dtype``, ``cells`` i32[R], ``visible`` i32[3, T]. ``entries`` is the symbol that counts the lists' entries, R or that
+    of compressed ones. One tile per ``ENTRIES`` entries.
     """
 
     d: int
     heads: int
     dtype: str
+    entries: str = "R"
     arg_names: ClassVar[tuple[str, ...]] = ("q", "ldq", "weights", "ldw", "keys", "cells", "visible", "scores")
 
     def __post_init__(self) -> None:
@@ -64,21 +68,21 @@ class _Scores:
         self.group = min(spec.heads, (16 if self.lanes == 16 else 8) // self.width)
         self.keys = CellRows(e, spec.dtype, spec.d, spec.d, e.arg_ptr(4), e.i64(0), e.scratch)
         self.columns = e.gep(e.scratch, RING_BYTES)
-        self.stride = score_stride(e)
+        self.stride = score_stride(e, spec.entries)
 
     def emit(self) -> None:
         e, b = self.e, self.e.b
         first = b.mul(e.tile, e.i64(ENTRIES))
         with e.for_range(0, ENTRIES, STEP, name="step") as offset:
             begin = b.add(first, offset)
-            with e.if_(b.icmp_signed("<", begin, e.param("R"))):
+            with e.if_(b.icmp_signed("<", begin, e.param(self.spec.entries))):
                 self.step(begin)
         e.ret()
 
     def step(self, begin: Value) -> None:
         """Scores of the entries begin..begin+15 for all tokens that see one of them."""
         e, b = self.e, self.e.b
-        last = b.sub(e.param("R"), e.i64(1))
+        last = b.sub(e.param(self.spec.entries), e.i64(1))
         with e.for_range(0, STEP, name="entry") as j:
             cell = e.sext64(e.load(I32, e.at(e.arg_ptr(5), e.imin(b.add(begin, j), last), 4)))
             row = e.at(self.keys.base, cell, self.keys.cell_size)
@@ -136,6 +140,7 @@ class IndexerSelect:
     k: int
     sinks: int = 0
     ties: str = "lowest"
+    entries: str = "R"
     arg_names: ClassVar[tuple[str, ...]] = ("scores", "cells", "visible", "chosen")
 
     def __post_init__(self) -> None:
@@ -148,7 +153,7 @@ class IndexerSelect:
         start = b.add(base, lo)
         n = e.imax(b.sub(hi, lo), e.i64(0))
         cells, chosen = e.at(e.arg_ptr(1), start, 4), e.at(e.arg_ptr(3), e.tile, 4 * self.k)
-        keys = e.at(e.arg_ptr(0), b.add(b.mul(e.tile, score_stride(e)), start), 4)
+        keys = e.at(e.arg_ptr(0), b.add(b.mul(e.tile, score_stride(e, self.entries)), start), 4)
         with e.if_else(b.icmp_signed("<=", n, e.i64(self.k))) as (everything, some):
             with everything:
                 with e.for_range(0, n, name="entry") as i:

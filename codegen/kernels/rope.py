@@ -50,7 +50,7 @@ def magnitude(freq_scale: float, ext_factor: float, attn_factor: float) -> float
 class RopeTable:
     """positions i32[T] -> table f32[n_dims, T]: cosine of pair i at 2i, sine at 2i+1, times the magnitude; one tile per token.
 
-    With ``freq_factors`` the angle of pair i is divided by ``ff[i]`` (f32[n_dims/2]).
+    With ``freq_factors`` the angle of pair i is divided by ``ff[i]`` (f32[n_dims/2]); ``inverse`` negates the sines.
     """
 
     n_dims: int
@@ -62,6 +62,7 @@ class RopeTable:
     beta_slow: float = 1.0
     n_ctx_orig: int = 0
     freq_factors: bool = False
+    inverse: bool = False
     arg_names: ClassVar[tuple[str, ...]] = ("positions", "ff", "table")
 
     def emit(self, e: Emitter) -> None:
@@ -83,6 +84,7 @@ class RopeTable:
                     factors = b.select(e.lane_mask(n, e.i64(count)), factors, e.const(vec(F32, n), 1.0))
                 angle = b.fdiv(angle, b.fpext(factors, vec(F64, n)))
             sin, cos = (b.fptrunc(b.fmul(v, scale), vec(F32, n)) for v in vmath.sincos(e, angle))
+            sin = b.fneg(sin) if self.inverse else sin
             mixed = e.shuffle(cos, sin, [lane // 2 + lane % 2 * n for lane in range(2 * n)])
             e.store_masked(mixed, e.at(out, i, 8), 2 * count)
 

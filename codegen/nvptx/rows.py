@@ -168,7 +168,7 @@ def rope_table(spec: RopeTable) -> Form:
             sin, cos = (b.fptrunc(b.fmul(v, factor), F32) for v in vmath.sincos(e, angle))
             at = e.at(out, i, 8)
             e.store(cos, at)
-            e.store(sin, e.gep(at, 4))
+            e.store(b.fneg(sin) if spec.inverse else sin, e.gep(at, 4))
 
     return _form(spec, "", _threads(pairs), body)
 
