@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
+from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 
 from .device import Device
@@ -22,20 +24,35 @@ __all__ = ["CudaExecutor", "Device", "device_names", "on_device", "open_device"]
 
 
 @contextmanager
-def open_device(index: int = 0) -> Iterator[Device]:
-    """GPU ``index``; RuntimeRefusal says what is missing where there is none."""
-    from .pycuda_device import PycudaDevice
+def open_device(index: int = 0, binding: str = "auto") -> Iterator[Device]:
+    """GPU ``index``; RuntimeRefusal says what is missing where there is none.
 
-    device = PycudaDevice(index)
+    ``binding``: ``pycuda``, ``library`` (the driver library without any package), or ``auto``: pycuda where it is installed.
+    """
+    device = _open(index, binding)
     try:
         yield device
     finally:
         device.close()
 
 
+def _open(index: int, binding: str) -> Device:
+    if binding == "auto":
+        binding = "pycuda" if find_spec("pycuda") else "library"
+    if binding == "pycuda":
+        from .pycuda_device import PycudaDevice
+
+        return PycudaDevice(index)
+    if binding == "library":
+        from .library_device import LibraryDevice
+
+        return LibraryDevice(index)
+    raise RuntimeRefusal(f"the CUDA binding {binding!r} is unknown; use auto, pycuda or library")
+
+
 def device_names() -> list[str]:
     """Names of the GPUs of this machine; RuntimeRefusal if CUDA cannot be used."""
-    from .pycuda_device import device_names
+    from .library_device import device_names
 
     return device_names()
 

@@ -12,7 +12,7 @@ from ggufc.runtime.errors import RuntimeRefusal
 
 from .device import PtxTooNew, megabytes
 
-_REMEDY = "or run on the CPU (leave out --device)"
+_REMEDY = "or run on the CPU"
 
 
 def _driver() -> ModuleType:
@@ -28,12 +28,6 @@ def _driver() -> ModuleType:
     except driver.Error as error:
         raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({error}); check nvidia-smi, {_REMEDY}") from None
     return driver
-
-
-def device_names() -> list[str]:
-    """Names of the devices of this machine; RuntimeRefusal if CUDA cannot be used at all."""
-    driver = _driver()
-    return [driver.Device(i).name() for i in range(driver.Device.count())]
 
 
 class PycudaDevice:

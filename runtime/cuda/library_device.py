@@ -1,0 +1,188 @@
+"""The device interface over the driver library itself (libcuda through ctypes): needs a driver, but no package.
+
+Names and signatures follow NVIDIA's CUDA driver API reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from ggufc.runtime.errors import RuntimeRefusal
+
+from .device import PtxTooNew, megabytes
+
+_REMEDY = "or run on the CPU"
+_OUT_OF_MEMORY, _NO_DEVICE, _UNSUPPORTED_PTX = 2, 100, 222
+_MAJOR, _MINOR = 75, 76  # device attributes: compute capability
+
+
+def load_library() -> Any:
+    """libcuda; RuntimeRefusal if this machine has none."""
+    for name in ("libcuda.so.1", "libcuda.so"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeRefusal(f"CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, {_REMEDY}")
+
+
+class _Driver:
+    """Calls by name, with errors as exceptions."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def error(self, status: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorString(status, byref(text))
+        return text.value.decode() if text.value else f"error {status}"
+
+    def status(self, name: str, *args: Any) -> int:
+        return int(getattr(self._library, name)(*args))
+
+    def __call__(self, what: str, name: str, *args: Any) -> None:
+        """``what`` completes "the GPU cannot"."""
+        status = self.status(name, *args)
+        if status == _OUT_OF_MEMORY:
+            raise RuntimeRefusal(f"the GPU has no memory left to {what}; use a smaller n_ctx or n_ubatch, {_REMEDY}")
+        if status:
+            raise RuntimeRefusal(f"the GPU cannot {what}: {self.error(status)} ({name})")
+
+    def start(self) -> int:
+        """Initialise; the number of devices."""
+        status = self.status("cuInit", 0)
+        if status and status != _NO_DEVICE:
+            raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({self.error(status)}); check nvidia-smi, {_REMEDY}")
+        count = c_int()
+        if not status:
+            self("count devices", "cuDeviceGetCount", byref(count))
+        return count.value
+
+
+def device_names(library: Any = None) -> list[str]:
+    """Names of the devices of this machine; RuntimeRefusal if CUDA cannot be used at all."""
+    driver = _Driver(library or load_library())
+    return [_name(driver, i) for i in range(driver.start())]
+
+
+def _name(driver: _Driver, device: int) -> str:
+    text = ctypes.create_string_buffer(256)
+    driver("tell its name", "cuDeviceGetName", text, 256, device)
+    return text.value.decode()
+
+
+class LibraryDevice:
+    """GPU ``index`` with its primary context and one stream. ``library`` stands in for libcuda in tests."""
+
+    def __init__(self, index: int = 0, library: Any = None) -> None:
+        self._cuda = cuda = _Driver(library or load_library())
+        count = cuda.start()
+        if not 0 <= index < count:
+            have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
+            raise RuntimeRefusal(
+                f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}"
+            )
+        self._index, self._memory, self._closed = index, set[int](), False
+        self._events: list[c_void_p] = []
+        major, minor, context, self._stream = c_int(), c_int(), c_void_p(), c_void_p()
+        cuda("tell its capability", "cuDeviceGetAttribute", byref(major), _MAJOR, index)
+        cuda("tell its capability", "cuDeviceGetAttribute", byref(minor), _MINOR, index)
+        self.name, self.capability = _name(cuda, index), 10 * major.value + minor.value
+        cuda("open a context", "cuDevicePrimaryCtxRetain", byref(context), index)
+        cuda("open a context", "cuCtxSetCurrent", context)
+        cuda("make a stream", "cuStreamCreate", byref(self._stream), 0)
+
+    def free_memory(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        self._cuda("tell its memory", "cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
+
+    def alloc(self, size: int) -> int:
+        address = c_uint64()
+        self._cuda(f"allocate {megabytes(size)}", "cuMemAlloc_v2", byref(address), c_size_t(max(size, 1)))
+        self._memory.add(address.value)
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._memory.remove(address)
+        self._cuda("free memory", "cuMemFree_v2", c_uint64(address))
+
+    def upload(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        if data.nbytes:
+            self._cuda("copy to the device", "cuMemcpyHtoD_v2", c_uint64(address), c_void_p(data.ctypes.data), c_size_t(data.nbytes))
+
+    def download(self, address: int, into: np.ndarray) -> None:
+        self.synchronize()
+        if into.nbytes:
+            self._cuda("copy from the device", "cuMemcpyDtoH_v2", c_void_p(into.ctypes.data), c_uint64(address), c_size_t(into.nbytes))
+
+    def fill(self, address: int, size: int) -> None:
+        if size:
+            self._cuda("clear memory", "cuMemsetD8Async", c_uint64(address), ctypes.c_ubyte(0), c_size_t(size), self._stream)
+
+    def host_array(self, size: int) -> np.ndarray:
+        pointer = c_void_p()
+        self._cuda("pin host memory", "cuMemHostAlloc", byref(pointer), c_size_t(max(size, 1)), 0)
+        memory = (ctypes.c_ubyte * max(size, 1)).from_address(pointer.value or 0)
+        # Freed with its last array, which may outlive the device.
+        weakref.finalize(memory, self._cuda.status, "cuMemFreeHost", pointer).atexit = False
+        array = np.frombuffer(memory, np.uint8)[:size]
+        array[:] = 0
+        return array
+
+    def load(self, ptx: str) -> Any:
+        module = c_void_p()
+        status = self._cuda.status("cuModuleLoadData", byref(module), c_char_p(ptx.encode()))
+        if status == _UNSUPPORTED_PTX:
+            raise PtxTooNew(
+                f"the driver does not know this PTX version ({self._cuda.error(status)}); update it, or compile for an older GPU"
+            )
+        if status:
+            raise RuntimeRefusal(f"the driver refuses the artifact's GPU code: {self._cuda.error(status)}; compile the model again")
+        return module
+
+    def function(self, module: Any, symbol: str) -> Any:
+        function = c_void_p()
+        self._cuda(f"find the kernel {symbol}", "cuModuleGetFunction", byref(function), module, c_char_p(symbol.encode()))
+        return function
+
+    def launch(self, function: Any, grid: int, block: int, words: Sequence[int]) -> None:
+        values = (c_uint64 * len(words))(*(w & 0xFFFFFFFFFFFFFFFF for w in words))
+        base = ctypes.addressof(values)
+        pointers = (c_void_p * len(words))(*(base + 8 * i for i in range(len(words))))
+        self._cuda("start a kernel", "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, self._stream, pointers, None)
+
+    def synchronize(self) -> None:
+        self._cuda("finish", "cuStreamSynchronize", self._stream)
+
+    def mark(self) -> Any:
+        event = c_void_p()
+        self._cuda("measure time", "cuEventCreate", byref(event), 0)
+        self._events.append(event)
+        self._cuda("measure time", "cuEventRecord", event, self._stream)
+        return event
+
+    def elapsed(self, start: Any, stop: Any) -> float:
+        milliseconds = c_float()
+        self._cuda("measure time", "cuEventElapsedTime", byref(milliseconds), start, stop)
+        return milliseconds.value
+
+    def close(self) -> None:
+        """Free device memory. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for address in self._memory:
+            self._cuda.status("cuMemFree_v2", c_uint64(address))
+        for event in self._events:
+            self._cuda.status("cuEventDestroy_v2", event)
+        self._memory.clear()
+        self._cuda.status("cuStreamDestroy_v2", self._stream)
+        self._cuda.status("cuDevicePrimaryCtxRelease_v2", self._index)
