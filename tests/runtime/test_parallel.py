@@ -176,6 +176,21 @@ def test_gathering_cells_changes_no_logits(toy, data):
             assert np.array_equal(s.decode([150], seq=seq), still.decode([150], seq=seq))
 
 
+def test_a_prompt_finds_room_in_scattered_cells(session):
+    s = session(n_ctx=256, n_seq_max=3)
+    for i in range(120):
+        s.decode([TOKENS[i]], seq=0, logits="none")
+        s.decode([TOKENS[i]], seq=1, logits="none")
+    s.seq_rm(1)
+    with pytest.raises(RuntimeRefusal, match=r"do not lie side by side, defrag\(\) gathers them"):
+        s.decode(TOKENS[:40], seq=2)
+    g = s.generate(TOKENS[:40], 5, GREEDY, seq=2, ignore_eos=True)
+    g.text()
+    alone = session(n_ctx=256).generate(TOKENS[:40], 5, GREEDY, ignore_eos=True)
+    alone.text()
+    assert g.tokens == alone.tokens and s.pos_max(2) == 43
+
+
 def test_the_threshold_gathers_before_a_batch(session):
     s = session(n_ctx=512, n_seq_max=2, defrag_threshold=0.4)
     for i in range(150):
