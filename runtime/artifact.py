@@ -43,9 +43,9 @@ class Artifact:
         """
         file = GGUFFile.open(path)
         try:
-            manifest = _manifest(file)
             if expect_digest is not None:
                 _check_expected(file, expect_digest)
+            manifest = _manifest(file)
             image = _image(file, manifest)
             _check_features(file.path, manifest, host_features() if features is None else features)
             _check_references(file, manifest)
