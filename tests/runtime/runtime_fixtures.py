@@ -1,6 +1,6 @@
 """Fixtures of the runtime's tests: the toy artifact and sessions on it, the real models and their goldens.
 
-Test modules import what they use. This is not a ``conftest.py`` because other tests import the root's by that name.
+Test modules import what they use.
 """
 
 from __future__ import annotations
