@@ -8,7 +8,7 @@ its budget is too small for all tokens, the tokens go through it in slices, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor, Limits, pad
 from ggufc.runtime.memory import align
+from ggufc.runtime.rows import of_cells, row_bytes
 
 from .caches import DeviceCaches
 from .code import LoadedCode, load_code
@@ -32,6 +33,8 @@ EXTRA_BUDGET = 64 << 20
 _SLACK = 64 << 20
 """What drivers and contexts take beside our buffers."""
 _UPLOAD_CHUNK = 64 << 20
+
+_STATES = "this model keeps state per sequence, which GPUs do not hold yet; run it on the CPU"
 
 Progress = Callable[[int, int], None]
 
@@ -83,6 +86,8 @@ class CudaExecutor(Executor):
         progress: Progress | None = None,
     ) -> None:
         self.artifact = artifact
+        if not all(of_cells(cache) for cache in artifact.manifest.caches):
+            raise RuntimeRefusal(f"{artifact.path}: {_STATES}")
         self.program = artifact.program(program)
         self.image = _NoImage()  # type: ignore[assignment]
         self._marks: list[Any] | None = None
@@ -160,8 +165,6 @@ class CudaExecutor(Executor):
         held = self._shared.weights if not self._owner else {}
         sizes = {"weights": sum(self.artifact.file.data(name).size for name in self._weight_names() if name not in held)}
         if not cached:
-            from ggufc.runtime.rows import row_bytes
-
             sizes["caches"] = sum(align(row_bytes(cache) * self.limits.n_cells, _ALIGN) for cache in manifest.caches)
         sizes.update(self._sizes())
         needed, free = sum(sizes.values()) + _SLACK, self._device.free_memory()
@@ -243,8 +246,10 @@ class CudaExecutor(Executor):
         """Resolve everything again, as if no graph could be reused."""
         self._bind()
 
-    def eval(self, T: int, O: int, R: int, KV: int, head: int = 0) -> None:
+    def eval(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None:
         """Evaluate one micro-batch as ``Executor.eval``; the outputs have arrived on return."""
+        if entries:
+            raise RuntimeRefusal(_STATES)
         self._check_sizes(T, O, R, KV)
         if self._fix_places.size:
             if not 0 <= head <= self.limits.n_cells - T:

@@ -133,7 +133,7 @@ class LibraryDevice:
         memory = (ctypes.c_ubyte * max(size, 1)).from_address(pointer.value or 0)
         # Freed with its last array, which may outlive the device.
         weakref.finalize(memory, self._cuda.status, "cuMemFreeHost", pointer).atexit = False
-        array = np.frombuffer(memory, np.uint8)[:size]
+        array = np.ctypeslib.as_array(memory)[:size]
         array[:] = 0
         return array
 
