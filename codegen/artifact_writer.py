@@ -139,8 +139,8 @@ def _plain(graph: Graph, weight: StoredWeight, source: GGUFFile) -> np.ndarray:
         if table.size and not (table.min() >= 0 and table.max() < weight.below):
             at = int(np.flatnonzero((table < 0) | (table >= weight.below))[0])
             raise CodegenError(
-                f"tensor {weight.name.removesuffix('.i32')}: entry {at} is {table[at]}, but it must name one of {weight.below}; the file is "
-                "damaged, get it again"
+                f"tensor {weight.name.removesuffix('.i32')}: entry {at} is {table[at]}, but it must name one of {weight.below}; the "
+                "file is damaged, get it again"
             )
         return table
     return np.concatenate([as_f32(raw, weight.dtype).reshape(-1) for raw in raws])

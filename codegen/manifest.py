@@ -54,7 +54,8 @@ def make_manifest(
         if factors is not None:
             values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
             rope["freq_factors"] = [float(v) for v in values]
-        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope, form(parse_dim(info.rows))))
+        rows = form(parse_dim(info.rows))
+        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope, rows))
     return Manifest(
         abi=abi.ABI_VERSION,
         arch=model.arch,

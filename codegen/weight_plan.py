@@ -6,11 +6,13 @@ reads). Derived weights are byte concatenations of file tensors where possible, 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ggufc.codegen.errors import CodegenError
+from ggufc.formats.gguf_values import MAX_NAME_BYTES
 from ggufc.ir.graph import Graph, Node
 
 
@@ -49,7 +51,7 @@ class WeightPlan:
             sources, derived = self._sources(node)
             ne = tuple(int(d) for d in node.ne)
             suffix = ".i32" if below else ".f32" if form == "plain" and node.type.rank > 1 else ""
-            self.stored[key] = StoredWeight(name + suffix, form, node.dtype, ne, sources, derived, below)
+            self.stored[key] = StoredWeight(_tensor_name(name, suffix), form, node.dtype, ne, sources, derived, below)
         return self.stored[key]
 
     def _sources(self, node: Node) -> tuple[tuple[str, ...], str]:
@@ -78,6 +80,14 @@ class WeightPlan:
             return False
         a, b = value.operands
         return a.type == b.type and all(len(self._concatenated(o)) == 1 for o in (a, b))
+
+
+def _tensor_name(name: str, suffix: str) -> str:
+    """The name in the artifact; one too long for a GGUF file, as of many merged weights, keeps its beginning and gets a digest."""
+    if len((name + suffix).encode()) <= MAX_NAME_BYTES:
+        return name + suffix
+    tail = f"~{hashlib.sha256(name.encode()).hexdigest()[:12]}{suffix}"
+    return name.encode()[: MAX_NAME_BYTES - len(tail)].decode("utf-8", "ignore") + tail
 
 
 def as_f32(raw: np.ndarray, dtype: str) -> np.ndarray:

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from ggufc.formats.artifact import Affine, evaluate
 from ggufc.passes.errors import PassError
 
-REPRESENTATIVE_ENV: Mapping[str, int] = {"T": 512, "O": 1, "C": 4096, "KV": 4096, "R": 4096}
+REPRESENTATIVE_ENV: Mapping[str, int] = {
+    **{"T": 512, "O": 1, "C": 4096, "KV": 4096, "R": 4096, "S": 1},
+    **{"C4": 1024, "E4": 1024, "V4": 1024, "W4": 129, "C128": 256, "E128": 32, "V128": 256, "W128": 5},
+}
 """Where sizes are compared unless the caller knows better: one full micro-batch of a prompt."""
 
 

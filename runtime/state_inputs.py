@@ -100,8 +100,8 @@ class SequenceStates:
             expected = cells.pos_max(seq) + 1
             if pos[0] != expected or (len(pos) > 1 and bool((np.diff(pos) != 1).any())):
                 raise RuntimeRefusal(
-                    f"this model keeps state per sequence, so tokens follow one another: position {expected} of sequence {seq} is next, the "
-                    f"batch has {int(pos[0])} to {int(pos[-1])}"
+                    f"this model keeps state per sequence, so tokens follow one another: position {expected} of sequence {seq} is next, "
+                    f"the batch has {int(pos[0])} to {int(pos[-1])}"
                 )
             if pos[-1] >= self.n_cells:
                 raise RuntimeRefusal(f"position {int(pos[-1])} is beyond the context of {self.n_cells} positions; use a larger n_ctx")
@@ -127,8 +127,8 @@ class SequenceStates:
             if not self._cuts(first, high):
                 blocks = " and ".join(str(ratio) for ratio in self.ratios)
                 raise RuntimeRefusal(
-                    f"sequence {one} cannot be cut at position {first}: its compressed blocks of {blocks} positions are complete beyond it; "
-                    "restore a state saved there, or remove the whole sequence",
+                    f"sequence {one} cannot be cut at position {first}: its compressed blocks of {blocks} positions are complete beyond "
+                    "it; restore a state saved there, or remove the whole sequence",
                     soft=True,
                 )
 
