@@ -74,15 +74,44 @@ def check_case(case: Mapping[str, Any]) -> None:
             raise RuntimeRefusal(f"unknown option {name!r} in the case; known are {', '.join(sorted(OPTIONS))}")
         if name in _LATER_OPTIONS and value:
             raise RuntimeRefusal(f"option {name!r} of the case is not supported by this version")
+        kind = (str, "a string") if "type" in name else ((bool, int), "an integer")
+        if not isinstance(value, kind[0]):
+            raise RuntimeRefusal(f"option {name!r} of the case is {value!r}, but it takes {kind[1]}")
+    names: set[str] = set()
     for index, step in enumerate(case["steps"]):
         op = step.get("op") if isinstance(step, Mapping) else None
+        op = op if isinstance(op, str) else repr(op)
         if op in _LATER_STEPS:
             raise RuntimeRefusal(f"step {index} ({op}) of the case is not supported by this version")
         if op not in _FIELDS:
             raise RuntimeRefusal(f"step {index} of the case is the unknown operation {op!r}; known are {', '.join(_FIELDS)}")
         missing = [name for name in _FIELDS[op] if name not in step]
+        if not isinstance(step.get("args", []), list):
+            raise RuntimeRefusal(f"step {index} ({op}) of the case: args is a list")
         if missing and not (op not in ("decode", "decode_last", "decode_embd") and len(step.get("args", ())) == len(_FIELDS[op])):
             raise RuntimeRefusal(f"step {index} ({op}) of the case lacks {', '.join(missing)}")
+        _check_values(index, step)
+        if op.startswith("decode"):
+            name = str(step.get("name", f"step{index}"))
+            if name in names:
+                raise RuntimeRefusal(f"step {index} ({op}) of the case has the name {name!r} of an earlier step; its logits would be lost")
+            names.add(name)
+
+
+def _check_values(index: int, step: Mapping[str, Any]) -> None:
+    """Cache operations take integers (``args`` also as strings), and ``seq`` is one or nested lists of them."""
+    op = step["op"]
+    given = [step[name] for name in _FIELDS[op]] if all(name in step for name in _FIELDS[op]) else step.get("args", ())
+    if op.startswith("decode"):
+        nested = [step.get("seq", 0)]
+        for value in nested:
+            nested.extend(value if isinstance(value, list) else ())
+        given = [value for value in nested if not isinstance(value, list)]
+    elif op.startswith("state"):
+        given = given[1:]
+    for value in given:
+        if not isinstance(value, (bool, int)) and not (isinstance(value, str) and value.removeprefix("-").isdecimal()):
+            raise RuntimeRefusal(f"step {index} ({op}) of the case has {value!r} where an integer is expected")
 
 
 def run_case(session_factory: Callable[[dict[str, Any]], Session], case: Mapping[str, Any], folder: str | Path) -> dict[str, np.ndarray]:

@@ -196,6 +196,13 @@ def test_logits_refuses_unknown_things_by_name(invoke, artifact: Path, tmp_path:
     assert "'no_such_step'" in refused({"options": {}, "steps": [{"op": "no_such_step"}]})
     assert "is not JSON" in refused("{")
     assert "JSON object" in refused([])
+    assert "'n_ctx' of the case is 'many', but it takes an integer" in refused({"options": {"n_ctx": "many"}, "steps": []})
+    assert "'type_k' of the case is 1, but it takes a string" in refused({"options": {"type_k": 1}, "steps": []})
+    assert "has None where an integer" in refused({"options": {}, "steps": [{"op": "seq_rm", "seq": None, "p0": 0, "p1": 1}]})
+    assert "has 'q' where an integer" in refused({"options": {}, "steps": [{"op": "decode", "tokens": [1], "seq": [["q"]]}]})
+    assert "args is a list" in refused({"options": {}, "steps": [{"op": "seq_keep", "args": 7}]})
+    assert "unknown operation" in refused({"options": {}, "steps": [{"op": ["clear"]}]})
+    assert "'a' of an earlier step" in refused({"options": {}, "steps": 2 * [{"op": "decode", "name": "a", "tokens": [1]}]})
     assert not (tmp_path / "out.npz").exists()
 
 
