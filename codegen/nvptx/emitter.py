@@ -275,6 +275,20 @@ class PtxEmitter(Emitter):
         """``dp4a`` of unsigned bytes ``u`` and signed bytes ``s``."""
         return self.b.call(self.intrinsic("llvm.nvvm.idp4a.u.s", I32, [I32] * 3), [u, s, acc])
 
+    def mma_u8_s8(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
+        """Tensor-core product of 16 rows of unsigned bytes and 8 columns of signed ones, added to ``c``; all lanes of the warp together.
+
+        32 bytes deep with four words of ``a`` and two of ``b``, 16 deep with two and one. Lane l holds, with g = l / 4 and t = l % 4: in
+        ``a`` bytes 4t.. of rows g and g + 8 (then the same 16 further on), in ``b`` bytes 4t.. of column g (then 16 further on), and of the
+        result columns 2t and 2t + 1 of rows g and g + 8.
+        """
+        shape = "m16n8k32" if len(b) == 2 else "m16n8k16"
+        words = [*a, *b, *c]
+        result = ir.LiteralStructType([I32] * 4)
+        fn = self.intrinsic(f"llvm.nvvm.mma.{shape}.row.col.u8.s8", result, [I32] * len(words))
+        got = self.b.call(fn, words)
+        return [self.b.extract_value(got, i) for i in range(4)]
+
     def permute_bytes(self, a: Value, c: Value, selector: Value) -> Value:
         """``prmt``: four bytes of the eight in (a, c), chosen by the low nibbles of ``selector``."""
         return self.b.call(self.intrinsic("llvm.nvvm.prmt", I32, [I32] * 3), [a, c, selector])

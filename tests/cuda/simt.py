@@ -27,7 +27,7 @@ _RAW = {"%p": np.bool_, "%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32}
 _REGISTER = re.compile(r"(%p|%rs|%rd|%rq|%r)(\d+)")
 _SPECIAL = re.compile(r"%(tid|ctaid|ntid|nctaid)\.([xyz])")
 _END = re.compile(r"^(bra|ret|exit|bar\.sync|barrier\.sync|barrier\.cta\.sync)")
-_MEETING = re.compile(r"^(shfl\.sync|bar\.warp)")
+_MEETING = re.compile(r"^(shfl\.sync|bar\.warp|mma\.sync)")
 _BATCH_THREADS = 1 << 14
 
 Index = Any
@@ -470,6 +470,21 @@ class _Translator:
             whole[idx] = value(s, idx)
             other = np.arange(s.n)[idx] ^ mask
             put(s, idx, whole[other])
+
+        return run
+
+    def _mma(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
+        shape = parts[3] if parts[1:3] == ["sync", "aligned"] else ""
+        if shape not in ("m16n8k16", "m16n8k32") or parts[4:] != ["row", "col", "s32", "u8", "s8", "s32"]:
+            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
+        puts = [self.put(o) for o in _inside(ins.operands[0])]
+        a, b, c = ([self.get(o, "u32") for o in _inside(operand)] for operand in ins.operands[1:])
+
+        def run(s: _Run, idx: Index) -> None:
+            words = [np.broadcast_to(get(s, idx), s.log_thread[idx].shape).reshape(-1, 32) for get in (*a, *b, *c)]
+            results = ops.mma(words[: len(a)], words[len(a) : len(a) + len(b)], words[len(a) + len(b) :])
+            for put, v in zip(puts, results):
+                put(s, idx, v.reshape(-1))
 
         return run
 

@@ -88,6 +88,24 @@ def dot4(a, b, c, signed_a: bool, signed_b: bool):  # type: ignore[no-untyped-de
     return total.astype(np.uint32)
 
 
+def mma(a, b, c):  # type: ignore[no-untyped-def]
+    """``mma.m16n8k(16 or 32)`` of u8 and s8 for warps [n, 32]; fragments as the PTX manual lays them out."""
+    warps, k = len(a[0]), 16 * len(b)
+    lane = np.arange(32)
+    g, t = lane // 4, lane % 4
+    left = np.zeros((warps, 16, k), np.int64)
+    right = np.zeros((warps, k, 8), np.int64)
+    for i in range(4):
+        shift = np.uint32(8 * i)
+        for j, word in enumerate(a):
+            left[:, g + 8 * (j % 2), 16 * (j // 2) + 4 * t + i] = (word >> shift) & np.uint32(255)
+        for j, word in enumerate(b):
+            right[:, 16 * j + 4 * t + i, g] = ((word >> shift) & np.uint32(255)).astype(np.uint8).view(np.int8)
+    product = left @ right
+    at = [(g + 8 * (j // 2), 2 * t + j % 2) for j in range(4)]
+    return [(product[:, row, column] + start.view(np.int32)).astype(np.uint32) for (row, column), start in zip(at, c)]
+
+
 def permute(a, b, selector):  # type: ignore[no-untyped-def]
     """``prmt`` in its default mode."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)

@@ -54,7 +54,7 @@ _GAP = 64
 def parse(text: str) -> Module:
     module = Module()
     function: Function | None = None
-    header = False
+    header, begun = False, ""
     for raw in text.splitlines():
         line = raw.split("//")[0].strip()
         if not line:
@@ -86,7 +86,10 @@ def parse(text: str) -> Module:
         if line == "}":
             function = None
             continue
-        _body_line(function, line)
+        begun = f"{begun} {line}".strip()  # long instructions take several lines
+        if begun.endswith((";", ":", "}")):
+            _body_line(function, begun)
+            begun = ""
     return module
 
 
