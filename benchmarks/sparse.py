@@ -33,7 +33,7 @@ KEYS = {
 
 
 def write_model(path: Path, top_k: int) -> None:
-    """A model file of the widths above; vectors are f32, matrices q8_0, those of single heads f16."""
+    """A model file of the widths above; vectors are f32, matrices q8_0."""
     rng = np.random.default_rng(0)
     metadata = {f"glm-dsa.{key}": value for key, value in (KEYS | {"attention.indexer.top_k": top_k}).items()}
     metadata |= {"general.architecture": "glm-dsa"}
@@ -43,10 +43,6 @@ def write_model(path: Path, top_k: int) -> None:
         for spec in GLM_DSA.tensors(GLM_DSA.read(metadata), ()):
             if spec.vector:
                 out.add_tensor(spec.name, spec.ne, "f32", rng.normal(1, 0.1, spec.ne[0]).astype(np.float32))
-                continue
-            if len(spec.ne) == 3 and "exps" not in spec.name:
-                values = rng.normal(0, 1 / np.sqrt(spec.ne[0]), int(np.prod(spec.ne))).astype(np.float16)
-                out.add_tensor(spec.name, spec.ne, "f16", values)
                 continue
             blocks = np.empty((int(np.prod(spec.ne)) // 32, 34), np.uint8)
             blocks[:, :2] = np.frombuffer(np.float16(1.5e-2 / np.sqrt(spec.ne[0])).tobytes(), np.uint8)

@@ -10,6 +10,7 @@ from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, 
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, rope_table, strided
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
+from ggufc.codegen.lower_stacked import stacked_product
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
@@ -200,14 +201,17 @@ def _mul_mat(low: Lowering, node: Node) -> None:
 
 
 def _mul_mat_packed(low: Lowering, node: Node) -> None:
-    """Products of a quantised weight with activations that are no plain matrix: made contiguous, then one launch per matrix of a stack."""
+    """Products of a quantised weight with activations that are no plain matrix: made contiguous first."""
     w, x = node.operands
     k, n = fixed(w.ne[0]), fixed(w.ne[1])
     slabs = fixed(w.type.ne4[2])
     if w.type.ne4[3] != 1 or x.type.ne4[3] != 1 or (slabs > 1 and x.type.ne4[2] != slabs):
         raise CodegenError(f"node {node.name!r}: a product of the {w.dtype} weight {w.type} with {x.type} has no kernel")
+    if slabs > 1:
+        stacked_product(low, node)
+        return
     flat = contiguous_copy(low, x)
-    rows = product(x.ne[1:]) if slabs == 1 else x.type.ne4[1]
+    rows = product(x.ne[1:])
     mode = activation_mode(w.dtype)
     record = q8_record(k).stride
     sym, mult = rows_grid([rows])
@@ -215,16 +219,12 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
         raise CodegenError(f"node {node.name!r}: a product over {rows} rows has no kernel")
     weight = Ref("weight", low.weights.request(w, "packed").name)
     out = low.result(node)
-    if isinstance(rows, Dim) and slabs > 1:
-        raise CodegenError(f"node {node.name!r}: stacked {w.dtype} weights over {rows} rows have no kernel")
     rounded = low.schedule.new_value(form(product(x.ne[1:]), record), f"{x.name} (q8)")
     all_sym, all_mult = rows_grid([product(x.ne[1:])])
     low.emit(Step(quantize.Quantize(k, mode, False, 0.0), (flat, integer(k), NULL, rounded), (3,), x.name + ".q8", all_sym, 1, all_mult))
     spec = matmul.MatMul(w.dtype, k, n, "none", False, sym or str(mult))
-    for s in range(slabs):
-        offset = s * (fixed(rows) if slabs > 1 else 0)
-        args = (weight, rounded.at(offset * record), out.at(4 * n * offset), integer(0), integer(n), NULL, integer(0), NULL)
-        low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
+    args = (weight, rounded, out, integer(0), integer(n), NULL, integer(0), NULL)
+    low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 
 
 LISTS_WITH_HOLES = ("top_k", "indexer_topk", "mask_to_index")

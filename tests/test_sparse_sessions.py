@@ -178,3 +178,49 @@ def test_attention_reads_by_the_choice_and_not_by_the_context(artifacts: Callabl
         scores = {launch.node: launch.bytes for launch in program.launches if launch.node.endswith("top_k.scores")}
     assert len(reads) == 5 and all(moved == {"T": 8 * 48 * 2} for moved in reads.values())
     assert len(scores) == 3 and all(moved == {"R": 32 * 2} for moved in scores.values())
+
+
+def test_quantised_maps_of_heads(tmp_path: Path) -> None:
+    """Files of this family hold K and V maps as stacks of quantised matrices; compiled products round like the reference."""
+    from ggufc.formats.gguf_reader import GGUFFile
+    from ggufc.formats.gguf_writer import GGUFWriter
+    from ggufc.ir import interpret
+    from ggufc.models import Step, load_model
+    from ggufc.models.glm_dsa import GLM_DSA
+
+    sizes = {"block_count": 3, "context_length": 512, "embedding_length": 64, "feed_forward_length": 64, "vocab_size": 64,
+             "attention.head_count": 4, "attention.key_length": 96, "attention.value_length": 32, "rope.dimension_count": 32,
+             "attention.kv_lora_rank": 64, "attention.q_lora_rank": 64, "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 4,
+             "leading_dense_block_count": 2, "expert_used_count": 2, "expert_shared_count": 1, "expert_feed_forward_length": 32,
+             "expert_weights_scale": 1.5, "attention.indexer.head_count": 4, "attention.indexer.key_length": 32,
+             "attention.indexer.top_k": 6}  # fmt: skip
+    metadata = {f"glm-dsa.{key}": value for key, value in sizes.items()} | {"general.architecture": "glm-dsa"}
+    rng = np.random.default_rng(0)
+    source, artifact = tmp_path / "model.gguf", tmp_path / "model.ggufc"
+    with GGUFWriter(source) as out:
+        for key, value in metadata.items():
+            out.add(key, value)
+        for spec in GLM_DSA.tensors(GLM_DSA.read(metadata), ()):
+            if spec.vector:
+                out.add_tensor(spec.name, spec.ne, "f32", rng.normal(1, 0.1, spec.ne[0]).astype(np.float32))
+                continue
+            blocks = np.empty((int(np.prod(spec.ne)) // 32, 34), np.uint8)
+            blocks[:, :2] = np.frombuffer(np.float16(1.5e-2 / np.sqrt(spec.ne[0])).tobytes(), np.uint8)
+            blocks[:, 2:] = rng.integers(0, 256, (len(blocks), 32), np.uint8)
+            out.add_tensor(spec.name, spec.ne, "q8_0", blocks.reshape(-1))
+    compile_file(source, artifact, CompileOptions(jobs=1, builder={"dsa": True}))
+    mine = rng.integers(0, 64, 24).tolist()
+    with Session(artifact, n_ctx=256, n_threads=1) as s:
+        together = s.decode(mine, logits="all")
+    with Session(artifact, n_ctx=256, n_threads=2) as s:
+        assert np.array_equal(one_by_one(s, mine), together)
+    n = len(mine)
+    inputs = {"tokens": mine, "positions": range(n), "out_ids": range(n), "kv_slots": range(n), "kv_cells": range(n)}
+    inputs["visible"] = [(0, 0, t + 1) for t in range(n)]
+    with GGUFFile.open(source) as file:
+        model = load_model(file)
+        graph = model.build(Step({"dsa": True}))
+        data = {name: np.array(value, np.int32) for name, value in inputs.items()}
+        env = {"T": n, "O": n, "C": 256, "KV": 32, "R": n}
+        want = interpret(graph, {name: file.data(name) for name in model.weights}, data, {}, env, activations="rounded")["logits"]
+    np.testing.assert_allclose(together, want, atol=2e-3)

@@ -160,3 +160,20 @@ class ListSpans:
 
     def scratch_bytes(self, target: Target) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class Counting:
+    """out i32[n, T]: 0 .. n-1 for each token. One tile per token."""
+
+    n: int
+    arg_names: ClassVar[tuple[str, ...]] = ("out",)
+
+    def emit(self, e: Emitter) -> None:
+        out = e.at(e.arg_ptr(0), e.tile, 4 * self.n)
+        with e.for_range(0, self.n) as i:
+            e.store(e.b.trunc(i, I32), e.at(out, i, 4))
+        e.ret()
+
+    def scratch_bytes(self, target: Target) -> int:
+        return 0
