@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import state, state_load
+from . import state, state_load, state_rows
 from .errors import RuntimeRefusal
+from .rows import Store
 from .state_io import BlobSource, CountingSink, FileSink, Sink, Source, Target, open_source, open_target
 
 if TYPE_CHECKING:
@@ -19,12 +20,44 @@ def _check(session: Session, seq: int | None, partial: bool, what: str) -> None:
         session.cells.list_of(seq)  # refuses an id that does not exist
     elif partial:
         raise RuntimeRefusal(f"{what}: a partial state belongs to one sequence; give its id")
+    elif session.states.rows_per_sequence:
+        raise RuntimeRefusal(
+            f"{what}: this model keeps the state of its convolutions for one sequence, so the state is that of sequence 0, not of the "
+            "whole context; give its id"
+        )
     elif session.window_rows is not None:
         raise RuntimeRefusal(f"{what}: with compacted window caches the state is that of sequence 0, not of the whole context; give its id")
 
 
+def _cell_store(session: Session) -> Store:
+    """The caches whose rows are cells."""
+    store = session.executor.caches
+    return state_rows.CellStore(store, session.states) if session.states else store
+
+
+def _parse_states(session: Session, seq: int | None, partial: bool) -> state_load.ParseStates:
+    if not session.states:
+        return None
+    return lambda source: state_rows.parse(source, session.executor.caches, session.states, seq, partial)
+
+
+def _restore_states(session: Session, source: Source, blob: state_load.Blob, seq: int | None) -> None:
+    """Copy what belongs to sequences; the cells are in place already, and must end where the states continue."""
+    saved = blob.states
+    if saved is None:
+        return
+    for one, following in zip(range(session.n_seq_max) if seq is None else (seq,), saved.next):
+        if following != session.cells.pos_max(one) + 1:
+            raise RuntimeRefusal(
+                f"{source.name}: the states of sequence {one} continue at position {following}, its cells end at "
+                f"{session.cells.pos_max(one)}; the state is damaged, save it again"
+            )
+        session.states.next[one] = following
+    state_rows.restore(source, session.executor.caches, saved)
+
+
 def _write(session: Session, sink: Sink, seq: int | None, partial: bool) -> None:
-    cells, store = session.cells, session.executor.caches
+    cells, store = session.cells, _cell_store(session)
     n_layer = session.artifact.manifest.n_layer
     tokens = session.history.tokens(0 if seq is None else seq)
     if seq is None:
@@ -33,6 +66,8 @@ def _write(session: Session, sink: Sink, seq: int | None, partial: bool) -> None
         state.write_partial(sink, seq, tokens, cells, store, n_layer, session.window_rows)
     else:
         state.write_sequence(sink, seq, tokens, cells, store, n_layer, session.window_rows)
+    if session.states:
+        state_rows.write(sink, session.executor.caches, session.states, seq, partial)
 
 
 def size(session: Session, seq: int | None, partial: bool) -> int:
@@ -46,7 +81,9 @@ def size(session: Session, seq: int | None, partial: bool) -> int:
 def save(session: Session, target: Target, seq: int | None, partial: bool) -> int:
     """Write the state; returns the bytes written. Pending rotations are applied first: rows are saved as they will be read."""
     _check(session, seq, partial, "state_save")
-    state.layer_table(session.executor.caches, session.artifact.manifest.n_layer)
+    state.layer_table(_cell_store(session), session.artifact.manifest.n_layer)
+    if session.states:
+        session.states.check_save(seq, session.cells)
     session.apply_shift()
     with open_target(target) as file:
         sink = FileSink(file)
@@ -74,21 +111,22 @@ def load(session: Session, blob: BlobSource, seq: int | None, partial: bool) -> 
 
 
 def _load_context(session: Session, source: Source) -> int:
-    manifest, store = session.artifact.manifest, session.executor.caches
-    blob = state_load.parse_session(source, manifest.arch, session.cells, store, manifest.n_layer)
+    manifest, store = session.artifact.manifest, _cell_store(session)
+    blob = state_load.parse_session(source, manifest.arch, session.cells, store, manifest.n_layer, _parse_states(session, None, False))
     session.reset()
     where = np.arange(len(blob.pos), dtype=np.int32)
     if len(where):
         session.cells.insert_at(where, blob.pos, blob.ids or [])
         state_load.restore(source, blob, where, store)
+    _restore_states(session, source, blob, None)
     session.restored(0, blob.tokens)
     return len(where)
 
 
 def _load_sequence(session: Session, source: Source, seq: int) -> int:
-    manifest, store, cells = session.artifact.manifest, session.executor.caches, session.cells
+    manifest, store, cells = session.artifact.manifest, _cell_store(session), session.cells
     windows = session.window_rows
-    blob = state_load.parse_sequence(source, cells, store, manifest.n_layer, windows=windows)
+    blob = state_load.parse_sequence(source, cells, store, manifest.n_layer, windows=windows, states=_parse_states(session, seq, False))
     session.seq_rm(seq)
     where = cells.place(len(blob.pos))
     if where is None:
@@ -101,14 +139,16 @@ def _load_sequence(session: Session, source: Source, seq: int) -> int:
         cells.insert_at(where, blob.pos, np.full(len(where), seq, np.int32))
         rows = None if windows is None else windows.restored(cells.list_of(seq).cells, blob.live)
         state_load.restore(source, blob, where, store, rows)
+    _restore_states(session, source, blob, seq)
     session.restored(seq, blob.tokens)
     return len(where)
 
 
 def _load_partial(session: Session, source: Source, seq: int) -> int:
     """Rows are in the cells still: the sequence is cut where it was saved, and its cells stay where they are."""
-    cells, store = session.cells, session.executor.caches
-    blob = state_load.parse_sequence(source, cells, store, session.artifact.manifest.n_layer, partial=True, windows=session.window_rows)
+    cells, store, n_layer = session.cells, _cell_store(session), session.artifact.manifest.n_layer
+    parse_states = _parse_states(session, seq, True)
+    blob = state_load.parse_sequence(source, cells, store, n_layer, partial=True, windows=session.window_rows, states=parse_states)
     pos = cells.list_of(seq).pos
     kept = int(np.searchsorted(pos, blob.last, side="right"))
     ends = int(pos[kept - 1]) if kept else -1
@@ -121,6 +161,13 @@ def _load_partial(session: Session, source: Source, seq: int) -> int:
     if known != blob.tokens[: len(known)]:
         raise RuntimeRefusal(f"{source.name}: the partial state was saved after other tokens than sequence {seq} holds; load a full state")
     windows = session.window_rows
+    if blob.states is not None:
+        # What a cut alone would leave behind comes from the blob, so the sequence may be cut anywhere.
+        cells.seq_rm(seq, blob.last + 1, -1)
+        session.history.removed(seq, blob.last + 1, -1)
+        _restore_states(session, source, blob, seq)
+        session.restored(seq, session.history.tokens(seq))
+        return kept
     if windows is None:
         session.seq_rm(seq, blob.last + 1, -1)
         return kept

@@ -140,6 +140,18 @@ class SequenceStates:
                 return False
         return True
 
+    def check_save(self, seq: int | None, cells: KVCells) -> None:
+        """Refuse to save a sequence whose state is not that of its end."""
+        for one in range(self.n_seq_max) if seq is None else (seq,):
+            end = cells.pos_max(one) + 1
+            if self.rows_per_sequence and (not end or self.next[one] != end):
+                raise RuntimeRefusal(
+                    f"sequence {one} cannot be saved: it ends at position {end}, the state of its convolutions is that of position "
+                    f"{self.next[one]}; evaluate tokens first"
+                )
+            if end:
+                self.next[one] = end
+
     def continues(self, seq: int, position: int, high: int) -> bool:
         """Whether ``seq``, cut at ``position``, could go on from there."""
         if position == 0 or position > high:

@@ -6,6 +6,7 @@ then copies them. So a blob that does not fit is known before a cell changes, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from .errors import RuntimeRefusal
 from .kvcells import KVCells
 from .rows import CacheRows, Store, chunks, head_split
 from .state_io import Source
+from .state_rows import Saved
 from .windows import WindowRows
 
 _MORE_SEQUENCES = "open the session with a larger n_seq_max"
@@ -40,7 +42,8 @@ class Section:
 @dataclass
 class Blob:
     """A checked blob. ``pos`` i32 [n] in saved order; ``ids`` the sequences of each cell (whole context only); ``last`` >= -1 for a partial
-    blob: the position its sequence ended at, with ``n_cells`` cells. ``live``: rows of compacted caches.
+    blob: the position its sequence ended at, with ``n_cells`` cells. ``live``: rows of compacted caches. ``states``: what belongs to
+    sequences.
     """
 
     tokens: list[int]
@@ -51,13 +54,22 @@ class Blob:
     last: int = -1
     n_cells: int = 0
     live: int = 0
+    states: Saved | None = None
+
+
+ParseStates = Callable[[Source], Saved] | None
+"""Checks the section about states of sequences, where the model has such."""
 
 
 class _Reader:
     """Walks one blob against a destination; refusals name both sides of what differs."""
 
-    def __init__(self, source: Source, cells: KVCells, store: Store, n_layer: int, windows: WindowRows | None = None) -> None:
+    def __init__(
+        self, source: Source, cells: KVCells, store: Store, n_layer: int, windows: WindowRows | None = None, states: ParseStates = None
+    ) -> None:
         self.source, self.cells, self.store, self.n_layer, self.windows = source, cells, store, n_layer, windows
+        self.parse_states = states
+        self.states: Saved | None = None
 
     def differs(self, what: str, have: object, want: object, remedy: str = "restore it where it was saved") -> RuntimeRefusal:
         return RuntimeRefusal(f"{self.source.name} does not fit: {what} is {have} in the saved state and {want} here; {remedy}")
@@ -182,6 +194,8 @@ class _Reader:
         if n is not None:
             for cache in indexers:
                 found.extend(self._section(cache, f"indexer keys of layer {cache.layer}", n))
+        if self.parse_states is not None:
+            self.states = self.parse_states(self.source)
         if self.source.at != self.source.size:
             raise RuntimeRefusal(
                 f"{self.source.name} goes on for {self.source.size - self.source.at} bytes after its last section; it was saved by "
@@ -211,20 +225,27 @@ class _Reader:
         return [Section(cache.name, offsets, widths, window)]
 
 
-def parse_session(source: Source, arch: str, cells: KVCells, store: Store, n_layer: int) -> Blob:
+def parse_session(source: Source, arch: str, cells: KVCells, store: Store, n_layer: int, states: ParseStates = None) -> Blob:
     """Check a whole context's blob against the destination."""
-    reader = _Reader(source, cells, store, n_layer)
+    reader = _Reader(source, cells, store, n_layer, states=states)
     tokens = reader.head(state.SESSION_MAGIC, state.SESSION_VERSION, "a whole context")
     reader.session_fields(arch)
     pos, ids = reader.cell_table(source.u32("the number of cells"), sequence=False)
-    return Blob(tokens, pos, ids, reader.sections(len(pos)))
+    sections = reader.sections(len(pos))
+    return Blob(tokens, pos, ids, sections, states=reader.states)
 
 
 def parse_sequence(
-    source: Source, cells: KVCells, store: Store, n_layer: int, partial: bool = False, windows: WindowRows | None = None
+    source: Source,
+    cells: KVCells,
+    store: Store,
+    n_layer: int,
+    partial: bool = False,
+    windows: WindowRows | None = None,
+    states: ParseStates = None,
 ) -> Blob:
     """Check a sequence's blob against the destination; ``partial`` says which of the two kinds is expected."""
-    reader = _Reader(source, cells, store, n_layer, windows)
+    reader = _Reader(source, cells, store, n_layer, windows, states)
     tokens = reader.head(state.SEQUENCE_MAGIC, state.SEQUENCE_VERSION, "one sequence")
     count = source.u32("the number of cells")
     if (count == state.PARTIAL_MARKER) != partial:
@@ -236,12 +257,13 @@ def parse_sequence(
             count = source.u32("the number of cells")
         reader.check_live(live, count)
         pos, _ = reader.cell_table(count, sequence=True)
-        return Blob(tokens, pos, None, reader.sections(len(pos), live), live=live)
+        sections = reader.sections(len(pos), live)
+        return Blob(tokens, pos, None, sections, live=live, states=reader.states)
     last, n = source.i32("the last position"), source.u32("the number of cells")
     if windows is None:
         reader.presence()
         reader.tail(None, [])
-        return Blob(tokens, partial=True, last=last, n_cells=n)
+        return Blob(tokens, partial=True, last=last, n_cells=n, states=reader.states)
     live = reader.compacted(source.u32("the marker of window caches"))
     reader.check_live(live, n)
     return Blob(tokens, sections=reader.sections(None, live), partial=True, last=last, n_cells=n, live=live)
