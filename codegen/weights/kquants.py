@@ -38,7 +38,6 @@ class KQuant(WeightFormat):
     columns = 256
 
 
-
 def _two_bits(qs: np.ndarray) -> np.ndarray:
     """64 bytes per block to codes 0..3 [R, 8 per block, 32]: 32 bytes hold four 32-column blocks, two bits each."""
     rows, blocks = qs.shape[:2]

@@ -212,6 +212,7 @@ _VALUES: dict[int, Callable[[Emitter, Cursor, list[int]], list[Value]]] = {2: _v
 class IQ2_KL(Scaled):
     """A code of five bits per two columns."""
 
+    type_name = "iq2_kl"
     code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16 + 32, 64, 47 + 64, True
     _ORDER = (0, 2, 1, 3)  # the pairs of columns in the bytes of an index word: those of one quad end up two bytes apart
 
@@ -261,4 +262,3 @@ def _half_masks(bits: np.ndarray) -> np.ndarray:
     ordered = bits.reshape(rows // 16, 16, blocks, 4, 4).transpose(0, 2, 3, 1, 4)
     packed = np.packbits(np.ascontiguousarray(ordered).reshape(rows // 16, blocks, 256), axis=-1, bitorder="little")
     return np.ascontiguousarray(packed.view(np.uint16).transpose(0, 2, 1)).reshape(rows, blocks)
-

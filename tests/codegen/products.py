@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from ggufc.codegen.cpu import image, objectcode
-from ggufc.codegen.cpu.target import Target
+from ggufc.codegen.cpu.target import LEVELS, X86_TRIPLE, Target, host_features
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
 from ggufc.codegen.weights import known_formats, q8_record, weight_format
-from ggufc.codegen.weights.generic import Decoded
-from ggufc.codegen.weights.indexed import Indexed
 from ggufc.formats.activations import round_activations, round_q8_2, round_q8_k
 from ggufc.formats.ggml_types import row_bytes, type_by_name
 from ggufc.formats.quants import codes
@@ -26,26 +24,20 @@ from quant_golden import quant_cases
 
 NATIVE = runnable_targets()[-1]
 BLOCK_TYPES = tuple(t for t in known_formats() if t not in ("f32", "f16", "bf16"))
-FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq3_s", "f16")
-"""Types for the levels below the machine's best: they cover offsets, minima, scales per 16 and per 32, tables and floats."""
+FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq2_xs", "iq3_s", "iq2_kl", "iq5_k", "f16")
+"""Types for the levels below the machine's best: they cover offsets, minima, scales per 16 and per 32, tables, codebooks and floats."""
 
-CASES = [(t, NATIVE) for t in known_formats()] + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
+VBMI = Target(X86_TRIPLE, "avx512vbmi", (*LEVELS["avx512vnni"], "avx512vbmi"))
+_BYTES = [(t, VBMI) for t in ("iq2_xxs", "iq2_s", "iq3_xxs", "iq3_s")] if host_features().issuperset(VBMI.features) else []
+"""Codebooks have a form of their own for this feature."""
+
+CASES = [(t, NATIVE) for t in known_formats()] + _BYTES + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
 CASE_IDS = [f"{t}-{level.level}" for t, level in CASES]
 
 
-@cache
 def kernel_name(name: str) -> str:
-    """The type whose kernel serves ``name``: types without a layout of their own differ in their data only, so their tests share code."""
-
-    fmt = weight_format(name)
-    if not isinstance(fmt, Decoded):
-        return name
-
-    def code_shape(t: str) -> tuple[object, ...]:
-        f = weight_format(t)
-        return type(f), f.mode, f.group, f.has_min, f.values if isinstance(f, Indexed) else ()
-
-    return next(t for t in BLOCK_TYPES if isinstance(weight_format(t), Decoded) and code_shape(t) == code_shape(name))
+    """The type whose kernel serves ``name``: two types differ in their data only, so their tests share code."""
+    return "iq4_ks" if name == "iq4_kss" else name
 
 
 def weight_rows(name: str, k: int, n: int, seed: int = 0) -> np.ndarray:

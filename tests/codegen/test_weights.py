@@ -7,19 +7,16 @@ import pytest
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.weights import Q8Record, activation_mode, known_formats, q8_record, weight_format
-from ggufc.codegen.weights.generic import Decoded
 from ggufc.formats.activations import activation_mode as reference_mode
 from ggufc.formats.ggml_types import TYPES, row_bytes
 from products import BLOCK_TYPES, packed, weight_rows
-
-OWN = [t for t in BLOCK_TYPES if not isinstance(weight_format(t), Decoded)]
 
 
 def test_every_float_and_block_type_has_a_format():
     assert set(known_formats()) == {t for t in TYPES if t not in ("i8", "i16", "i32", "i64", "f64")}
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_size_stays_within_the_limit(name):
     fmt = weight_format(name)
     for k in (256, 768, 4096, *((64, 576, 640) if fmt.columns == 32 else ())):
