@@ -63,9 +63,9 @@ def build_image(
 
 def llvm_text(specs: Sequence[KernelSpec], target: Target) -> str:
     """Optimised LLVM IR of the kernels."""
-    return "\n".join(str(objectcode.optimise(target, kernel_module(spec, target))) for spec in specs)
+    return "\n".join(f"; {signature(spec)}\n{objectcode.optimise(target, kernel_module(spec, target))}" for spec in specs)
 
 
 def asm_text(specs: Sequence[KernelSpec], target: Target) -> str:
     """Assembly of the kernels."""
-    return "\n".join(objectcode.emit_assembly(target, kernel_module(spec, target)) for spec in specs)
+    return "\n".join(f"# {signature(spec)}\n{objectcode.emit_assembly(target, kernel_module(spec, target))}" for spec in specs)

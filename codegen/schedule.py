@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.base import KernelSpec, signature
+from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.formats.artifact import Affine, Arg, Fixup, Input, Launch, Program, Slot
 from ggufc.ir.dims import Dim, IntDim, to_form
 from ggufc.passes import memory_planner
@@ -94,6 +94,8 @@ class Schedule:
             barrier = f"  wait [{wait}, {i})" if wait < i else ""
             names = ", ".join(f"{n}={_show(a)}" for n, a in zip(step.spec.arg_names, step.args))
             lines.append(f"  {i:4d}  {step.node or '-'}: {signature(step.spec)}\n        grid {grid}{barrier}\n        {names}")
+        lines.append("kernels by the names of their code (--stage llvm, --stage asm)")
+        lines.extend(f"  {symbol(spec)}: {signature(spec)}" for spec in self.kernels())
         return "\n".join(lines) + "\n"
 
     def _waits(self, resource: Callable[[Ref], object]) -> list[int]:

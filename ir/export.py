@@ -14,13 +14,22 @@ from ggufc.ir.dims import Dim, IntDim, evaluate
 from ggufc.ir.drawing import to_dot, to_svg
 from ggufc.ir.errors import IRError
 from ggufc.ir.folding import fold, printable
-from ggufc.ir.graph import Graph
+from ggufc.ir.graph import Graph, Node
 from ggufc.ir.text import print_graph
 from ggufc.ir.types import TensorType
 
 FORMATS = ("text", "json", "dot", "svg", "csv", "html")
 COLUMNS = ("id", "op", "name", "dtype", "shape", "bytes", "flops", "sources")
-"""Columns of the CSV form. Views own no bytes."""
+"""Columns of the CSV form. Views own no bytes; a write into a cache counts the rows it writes, not the cache again."""
+
+
+def _own_bytes(n: Node) -> IntDim:
+    if n.is_view:
+        return 0
+    if n.op.writes_cache:
+        written = n.operands[1 if n.op.name == "set_rows" else 0]
+        return TensorType(n.dtype, written.ne).nbytes
+    return n.type.nbytes
 
 
 def export(g: Graph, format: str, *, layer: int | None = None, env: Mapping[str, int] | None = None) -> str:
@@ -95,7 +104,7 @@ def table(g: Graph, env: Mapping[str, int] | None = None) -> list[dict[str, str]
             "name": printable(n.name),
             "dtype": n.type.dtype,
             "shape": "x".join(number(d) for d in n.type.ne),
-            "bytes": number(0 if n.is_view else n.type.nbytes),
+            "bytes": number(_own_bytes(n)),
             "flops": number(n.op.flops(n)),
             "sources": " ".join(str(at[o]) for o in n.operands),
         }

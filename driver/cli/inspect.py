@@ -117,7 +117,7 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
         yield from _program_lines(program, limits, rows)
     kernels = data["kernels"]
     yield f"kernels       {len(kernels)}, {size_words(sum(k['bytes'] for k in kernels))}"
-    yield from _table([(size_words(k["bytes"]), f"{k['launches']} launches", k["signature"]) for k in kernels[:rows]])
+    yield from _table([(size_words(k["bytes"]), f"{k['launches']} launches", k["symbol"], k["signature"]) for k in kernels[:rows]])
     yield from _more(kernels, rows)
 
 

@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ggufc.ir import Graph, IRError, print_graph
+from ggufc.ir import Graph, IRError, TensorType, print_graph
+from ggufc.ir.dims import Sym
 from ggufc.ir.export import COLUMNS, FORMATS, export
 from ggufc.ir.folding import fold
 from ir_cases import T, graphs, layer_graph, tt
@@ -144,3 +145,12 @@ def test_every_format_takes_every_graph(g):
 def test_unknown_formats_are_refused():
     with pytest.raises(IRError, match="Format 'pdf' is unknown; known are text, json, dot, svg, csv, html"):
         export(Graph("g"), "pdf")
+
+
+def test_csv_counts_what_a_cache_write_writes() -> None:
+    g = Graph("g", "t", ("T", "C"))
+    rows = g.input("x", "embd", TensorType("f32", (8, Sym("T"))))
+    slots = g.input("s", "kv_slots", TensorType("i32", (Sym("T"),)))
+    g.add("set_rows", g.cache("k", TensorType("f16", (8, Sym("C")))), rows, slots, name="store")
+    lines = {row["op"]: row["bytes"] for row in csv.DictReader(io.StringIO(export(g, "csv")))}
+    assert (lines["cache"], lines["set_rows"]) == ("16*C", "16*T")
