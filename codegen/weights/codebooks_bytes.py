@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggufc.codegen.emitter import I8, I64, Emitter, Value, vec
+from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import masked
 
 _BYTES = vec(I8, 64)
-
-
-def byte_permutes(e: Emitter) -> bool:
-    """Whether the target has what this file needs."""
-    return e.target.lanes == 16 and "avx512vbmi" in e.target.features
 
 
 def signed_by_bytes(
@@ -47,12 +43,12 @@ def signed_by_bytes(
                 key = _select(e, nibbles, masked(e, signs, 4 - 2 * index, 0xF0), 15)
                 for half in range(2):
                     table = [(mirror if i >> (4 + half) & 1 else values)[min(i >> 2 * half & 3, len(values) - 1)] for i in range(64)]
-                    quads.append(_permute(e, table, key))
+                    quads.append(tables.lookup64(e, key, table))
             else:
                 # The code in bits 0-2; its sign is one of bits 3 to 5, so that three quads share a shift of the signs.
                 shift, bit = ((3, 3 + index), (0, index), (-2, index - 2))[index // 3]
                 key = _select(e, nibbles, masked(e, signs, shift, 0xF8), 7)
-                quads.append(_permute(e, [(mirror if i >> bit & 1 else values)[i & 7] for i in range(64)], key))
+                quads.append(tables.lookup64(e, key, [(mirror if i >> bit & 1 else values)[i & 7] for i in range(64)]))
     return quads
 
 
@@ -105,13 +101,6 @@ def _spread(e: Emitter, entries: Value, at: int) -> Value:
 def _select(e: Emitter, codes: Value, signs: Value, code_mask: int) -> Value:
     """``codes`` in the bits of ``code_mask`` of each byte, ``signs`` (clear there) in the others."""
     return e.b.or_(e.b.and_(codes, e.const(codes.type, code_mask * 0x01010101)), signs)
-
-
-def _permute(e: Emitter, table: Sequence[int], key: Value) -> Value:
-    """Bytes of a table of 64 by the lower six bits of each byte."""
-    fn = e.intrinsic("llvm.x86.avx512.permvar.qi.512", _BYTES, [_BYTES, _BYTES])
-    found = e.b.call(fn, [e.const_vec(I8, [_signed(v) for v in table]), e.b.bitcast(key, _BYTES)])
-    return e.b.bitcast(found, key.type)
 
 
 def _signed(v: int) -> int:

@@ -32,7 +32,7 @@ from ggufc.codegen.weights.base import (
     pick,
 )
 from ggufc.codegen.weights.codebooks import look_up
-from ggufc.codegen.weights.codebooks_bytes import byte_permutes, signed_by_bytes
+from ggufc.codegen.weights.codebooks_bytes import signed_by_bytes
 from ggufc.codegen.weights.twins import Scaled, integer_scales
 from ggufc.formats.quants import codes
 from ggufc.formats.quants.tables import grid
@@ -164,7 +164,7 @@ class Signed(Grid):
         elif self.book.high:
             high = _nibble(e, c, 32 + 64 * (self._nibble_words - 1))
         signs = load_word(e, c, self.index_words)
-        if byte_permutes(e):
+        if tables.byte_permutes(e):
             words = [load_word(e, c, w) for w in range(self.index_words)]
             by_code = [self.offset + m for m in self.book.magnitudes]
             quads = signed_by_bytes(e, self.type_name, self._entries, words, high, self.book.high, signs, self.book.columns, by_code)

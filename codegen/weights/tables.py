@@ -27,6 +27,19 @@ def lookup16(e: Emitter, quads: list[Value], table: Sequence[int]) -> list[Value
     return [e.b.bitcast(e.b.call(shuffle, [register, e.b.bitcast(q, bytes_)]), q.type) for q in quads]
 
 
+def byte_permutes(e: Emitter) -> bool:
+    """Whether the target permutes the bytes of whole 512-bit registers (AVX512-VBMI)."""
+    return e.target.lanes == 16 and "avx512vbmi" in e.target.features
+
+
+def lookup64(e: Emitter, key: Value, table: Sequence[int]) -> Value:
+    """``table[byte & 63]`` for every byte of a quad, where ``byte_permutes``."""
+    bytes_ = vec(I8, 64)
+    fn = e.intrinsic("llvm.x86.avx512.permvar.qi.512", bytes_, [bytes_, bytes_])
+    found = e.b.call(fn, [e.const_vec(I8, [_signed(v) for v in table]), e.b.bitcast(key, bytes_)])
+    return e.b.bitcast(found, key.type)
+
+
 def lookup_pair(e: Emitter, quad: Value, table: Sequence[int]) -> tuple[Value, Value]:
     """Entries ``16 + byte`` and ``byte`` of a table of 32, for bytes 0..15."""
     return lookup16(e, [quad], table[16:])[0], lookup16(e, [quad], table[:16])[0]

@@ -145,10 +145,16 @@ class Twins(Scaled):
         return Planes(_pack(q, self.twin.bits), numbers, (d.view(np.uint32 if self._wide_d else np.uint16),))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
+        scales, selected = self._groups(e, c)
+        table = [v + self.offset for v in self.twin.values]
+        quads = _VALUES[self.twin.bits](e, c, table, self.twin.shift, [selected[q * len(selected) // 8] for q in range(8)])
+        return from_parts(e, quads, Parts(self.d(e, c), scales, None, []))
+
+    def _groups(self, e: Emitter, c: Cursor) -> tuple[list[Value], list[Value]]:
+        """Integer scales, and words of all ones where the twin is selected."""
         ints, n = vec(I32, e.target.lanes), 32 // self.group
-        quads = _VALUES[self.twin.bits](e, c, [v + self.offset for v in self.twin.values])
-        scales: list[Value] = []
         apart = e.b.zext(load_field(e, c.scales, 16 * n, I8, 1, c.part), ints) if self.twin.scale == "apart" else None
+        scales, selected = [], []
         for i in range(n):
             byte = load_field(e, c.scales, 16 * i, I8, 1, c.part)
             if self.twin.scale == "odd":
@@ -159,11 +165,8 @@ class Twins(Scaled):
                 integer = word if apart is not None else e.b.ashr(word, e.const(ints, 1))
             scales.append(integer)
             chosen = word if apart is None else e.b.lshr(apart, e.const(ints, i))
-            every = e.b.sub(e.const(ints, 0), e.b.and_(chosen, e.const(ints, 1)))
-            shift = e.b.and_(every, e.const(ints, self.twin.shift * 0x01010101))
-            for q in range(8 // n * i, 8 // n * (i + 1)):
-                quads[q] = e.b.add(quads[q], shift)  # bytes stay below 256: no carry
-        return from_parts(e, quads, Parts(self.d(e, c), scales, None, []))
+            selected.append(e.b.sub(e.const(ints, 0), e.b.and_(chosen, e.const(ints, 1))))
+        return scales, selected
 
 
 def _pack(q: np.ndarray, bits: int) -> np.ndarray:
@@ -176,37 +179,58 @@ def _pack(q: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([low, *(pack1_masks(q >> b & 1) for b in range(4, bits))], axis=-1)
 
 
-def _values2(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+def _moved(e: Emitter, values: list[Value], shift: int, selected: list[Value]) -> list[Value]:
+    """Values of the twin where selected; bytes stay below 256, so no carry crosses them."""
+    return [e.b.add(v, e.b.and_(s, e.const(s.type, shift * 0x01010101))) for v, s in zip(values, selected)]
+
+
+def _keyed(e: Emitter, code: Value, bit: int, selected: Value) -> Value:
+    """The selector as one more bit of an index."""
+    return e.b.or_(code, e.b.and_(selected, e.const(code.type, (1 << bit) * 0x01010101)))
+
+
+def _values2(e: Emitter, c: Cursor, table: list[int], shift: int, selected: list[Value]) -> list[Value]:
     """Two codes make one index, so that half as many fields are cut out."""
     first, second = [table[i & 3] for i in range(16)], [table[i >> 2] for i in range(16)]
-    return [v for nibble in words2(e, c) for t in (first, second) for v in tables.lookup16(e, [nibble], t)]
+    nibbles = words2(e, c)
+    if tables.byte_permutes(e):
+        twins = [[*t, *(v + shift for v in t)] for t in (first, second)]
+        keys = [_keyed(e, nibble, 4, selected[2 * i]) for i, nibble in enumerate(nibbles)]
+        return [tables.lookup64(e, key, t * 2) for key in keys for t in twins]
+    values = [v for nibble in nibbles for t in (first, second) for v in tables.lookup16(e, [nibble], t)]
+    return _moved(e, values, shift, selected)
 
 
-def _values3(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
-    return tables.lookup16(e, quads3(e, c), table * 2)
+def _values3(e: Emitter, c: Cursor, table: list[int], shift: int, selected: list[Value]) -> list[Value]:
+    keys = [_keyed(e, code, 3, s) for code, s in zip(quads3(e, c), selected)]
+    return tables.lookup16(e, keys, [*table, *(v + shift for v in table)])
 
 
-def _values4(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
-    return tables.lookup16(e, quads4(e, c), table)
+def _values4(e: Emitter, c: Cursor, table: list[int], shift: int, selected: list[Value]) -> list[Value]:
+    if tables.byte_permutes(e):
+        twins = [*table, *(v + shift for v in table)] * 2
+        return [tables.lookup64(e, _keyed(e, code, 4, s), twins) for code, s in zip(quads4(e, c), selected)]
+    return _moved(e, tables.lookup16(e, quads4(e, c), table), shift, selected)
 
 
-def _values5(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+def _values5(e: Emitter, c: Cursor, table: list[int], shift: int, selected: list[Value]) -> list[Value]:
     nibbles = quads4(e, c)
     low, high = tables.lookup16(e, nibbles, table[:16]), tables.lookup16(e, nibbles, table[16:])
-    return [pick(e, mask_of_rows(e, c, 4, q), high[q], low[q]) for q in range(8)]
+    return _moved(e, [pick(e, mask_of_rows(e, c, 4, q), high[q], low[q]) for q in range(8)], shift, selected)
 
 
-def _values6(e: Emitter, c: Cursor, table: list[int]) -> list[Value]:
+def _values6(e: Emitter, c: Cursor, table: list[int], shift: int, selected: list[Value]) -> list[Value]:
     out = []
     for q, nibble in enumerate(quads4(e, c)):
         parts = [tables.lookup16(e, [nibble], table[i : i + 16])[0] for i in range(0, 64, 16)]
         bit4, bit5 = mask_of_rows(e, c, 4, q), mask_of_rows(e, c, 5, q)
         value = pick(e, bit5, parts[2], pick(e, bit4, parts[1], parts[0]))
         out.append(pick(e, e.b.and_(bit4, bit5), parts[3], value))
-    return out
+    return _moved(e, out, shift, selected)
 
 
-_VALUES: dict[int, Callable[[Emitter, Cursor, list[int]], list[Value]]] = {2: _values2, 3: _values3, 4: _values4, 5: _values5, 6: _values6}
+_Values = Callable[[Emitter, Cursor, list[int], int, list[Value]], list[Value]]
+_VALUES: dict[int, _Values] = {2: _values2, 3: _values3, 4: _values4, 5: _values5, 6: _values6}
 
 
 class IQ2_KL(Scaled):

@@ -28,8 +28,8 @@ FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq2_xs", "iq3_s", "iq2_k
 """Types for the levels below the machine's best: they cover offsets, minima, scales per 16 and per 32, tables, codebooks and floats."""
 
 VBMI = Target(X86_TRIPLE, "avx512vbmi", (*LEVELS["avx512vnni"], "avx512vbmi"))
-_BYTES = [(t, VBMI) for t in ("iq2_xxs", "iq2_s", "iq3_xxs", "iq3_s")] if host_features().issuperset(VBMI.features) else []
-"""Codebooks have a form of their own for this feature."""
+_BYTES = [(t, VBMI) for t in ("iq2_xxs", "iq2_s", "iq3_xxs", "iq3_s", "iq2_k", "iq4_ks")] if host_features().issuperset(VBMI.features) else []
+"""Codebooks and tables have a form of their own for this feature."""
 
 CASES = [(t, NATIVE) for t in known_formats()] + _BYTES + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
 CASE_IDS = [f"{t}-{level.level}" for t, level in CASES]
