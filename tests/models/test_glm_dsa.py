@@ -12,7 +12,7 @@ import pytest
 import sparse_runner
 from family_files import family_file, family_metadata
 from ggufc.formats.gguf_reader import GGUFFile
-from ggufc.ir import Graph, Node, interpret, verify
+from ggufc.ir import Graph, Node, TensorType, interpret, verify
 from ggufc.models import Model, ModelError, Step, glm_dsa_hparams, glm_dsa_indexer, load_model
 from model_files import ModelFile
 from sparse_runner import Runtime, excess, run_case
@@ -309,3 +309,24 @@ def test_options_that_cannot_be_met_are_refused() -> None:
         model.build(Step({"dsa": True, "mla": 0}))
     with pytest.raises(ModelError, match="between -1 and"):
         Step({"dsa_top_k": -2})
+
+
+def test_index_keys_can_be_turned_by_a_difference_of_positions() -> None:  # S144
+    """H turn(d) H of a stored key is the key of a token d positions later: the transform is its own inverse, and angles add up."""
+    rope = glm_dsa_hparams.read(family_metadata("glm-dsa")).layers[0].indexer.rope
+    d = 64
+    k = np.random.default_rng(0).standard_normal((5, 1, d)).astype(np.float32)
+    pos, delta = np.array([3, 0, 40, 7, 100], np.int32), np.array([5, 9, -30, 0, 11], np.int32)
+
+    def key(x: np.ndarray, at: np.ndarray, *, stored: bool) -> np.ndarray:
+        g = Graph("g")
+        node = g.weight("x", TensorType("f32", (d, 1, 5)))
+        if stored:
+            node = g.add("hadamard", node, n=d)
+        turned = g.add("rope", node, g.weight("pos", TensorType("i32", (5,))), **rope.attrs())
+        g.outputs["y"] = g.add("hadamard", turned, n=d)
+        return interpret(g, {"x": x, "pos": at}, {}, {}, {})["y"]
+
+    moved = key(key(k, pos, stored=False), delta, stored=True)
+    np.testing.assert_allclose(moved, key(k, pos + delta, stored=False), atol=1e-3)
+    assert np.abs(moved - key(k, pos, stored=False)).max() > 0.1
