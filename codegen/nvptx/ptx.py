@@ -15,6 +15,11 @@ from .target import TRIPLE, PtxTarget
 
 DATA_LAYOUT = "e-p6:32:32-i64:64-i128:128-i256:256-v16:16-v32:32-n16:32:64"
 
+_THREADS = 512
+"""Threads a multiprocessor should hold at once: leaves each 128 registers, and keeps the assembler from spilling some to hold more
+threads.
+"""
+
 
 @lru_cache(maxsize=1)
 def _initialise() -> None:
@@ -61,10 +66,16 @@ def _with_attributes(text: str, blocks: dict[str, int]) -> str:
         if line.startswith("define "):
             name = line.split("@", 1)[1].split("(", 1)[0].strip('"')
             if name in blocks:
-                groups.append(f'attributes #{len(groups) + 1} = {{ nounwind "nvvm.maxntid"="{blocks[name]},1,1" }}')
+                bounds = f'"nvvm.maxntid"="{blocks[name]},1,1" "nvvm.minctasm"="{_blocks(blocks[name])}"'
+                groups.append(f"attributes #{len(groups) + 1} = {{ nounwind {bounds} }}")
                 line += f" #{len(groups)}"
         lines.append(line)
     return "\n".join([*lines, *groups])
+
+
+def _blocks(threads: int) -> int:
+    """Blocks a multiprocessor should hold; kernels of a warp per block walk rows in order and may take all registers they want."""
+    return max(1, _THREADS // threads) if threads > 32 else 1
 
 
 def to_text(targets: Sequence[PtxTarget], module: ir.Module, blocks: dict[str, int]) -> list[str]:

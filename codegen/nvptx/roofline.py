@@ -12,22 +12,27 @@ from dataclasses import dataclass
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.schedule import Schedule, Step
-from ggufc.codegen.weights import activation_mode
+from ggufc.codegen.weights import activation_mode, weight_format
 from ggufc.formats.artifact import evaluate
+
+from .products import TILE_FROM
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second of memory, operations per second of ``dp4a`` (a product and a sum each) and of f32, seconds per dependent launch."""
+    """Bytes per second of memory; operations per second of ``dp4a`` and of int8 tensor cores (a product and a sum are two) and of f32;
+    seconds per dependent launch.
+    """
 
     name: str
     bandwidth: float
-    int8: float
+    dp4a: float
+    tensor: float
     f32: float
     launch: float
 
 
-H200 = Machine("H200 SXM", 4.8e12, 132 * 64 * 8 * 1.98e9, 132 * 128 * 2 * 1.98e9, 2.0e-6)
+H200 = Machine("H200 SXM", 4.8e12, 132 * 64 * 8 * 1.98e9, 1979e12, 132 * 128 * 2 * 1.98e9, 2.0e-6)
 """4.8 TB/s; 132 SMs at 1.98 GHz with 64 ``dp4a`` and 128 fused multiply-adds per clock each. 2 us is what launches on one stream cost each
 other.
 """
@@ -52,13 +57,13 @@ def estimate(schedule: Schedule, machine: Machine, tokens: int, context: int, ou
         if isinstance(step.spec, FlashAttnSplits):  # no launch on a GPU
             continue
         moved, operations = _work(step, env)
-        peak = machine.int8 if _is_integer(step) else machine.f32
+        computing = _arithmetic(step, machine, tokens, operations)
         share = shares.setdefault(_kind(step), Share(_kind(step)))
         launches = 2 if isinstance(step.spec, FlashAttn) else 1
         share.launches += launches
         share.bytes += moved
         share.operations += operations
-        share.seconds += max(moved / machine.bandwidth, operations / peak, launches * machine.launch)
+        share.seconds += max(moved / machine.bandwidth, computing, launches * machine.launch)
     return sorted(shares.values(), key=lambda s: -s.seconds)
 
 
@@ -72,8 +77,17 @@ def _work(step: Step, env: Mapping[str, int]) -> tuple[float, float]:
     return float(evaluate(step.bytes, values)), float(evaluate(step.flops, values))
 
 
-def _is_integer(step: Step) -> bool:
-    return isinstance(step.spec, MatMul | MatMulId) and activation_mode(step.spec.format) != "f32"
+def _arithmetic(step: Step, machine: Machine, tokens: int, operations: float) -> float:
+    """Seconds of the busiest unit. Integer products turn each block sum into f32, scale it and add it: three instructions per scale, one
+    more per minimum.
+    """
+    spec = step.spec
+    if not isinstance(spec, MatMul | MatMulId) or activation_mode(spec.format) == "f32":
+        return operations / machine.f32
+    format = weight_format(spec.format)
+    scaling = operations / 2 / format.group * (4 if format.has_min else 3) / (machine.f32 / 2)
+    tiles = isinstance(spec, MatMul) and spec.rows == "T" and tokens >= TILE_FROM
+    return max(operations / (machine.tensor if tiles else machine.dp4a), scaling)
 
 
 def _kind(step: Step) -> str:

@@ -30,7 +30,7 @@ from ggufc.codegen.weights import known_formats
 from ggufc.ir.dims import Dim
 from products import kernel_name
 
-SPILLED_BYTES = 32
+SPILLED_BYTES = 16
 """Per thread: what calls of 64-bit division may save."""
 SHARED_BYTES = 48 << 10
 """Static shared memory of a block on every architecture."""

@@ -155,6 +155,32 @@ def test_arithmetic(code, want):
     assert (got == want % (1 << 32)).all(), hex(int(got[0]))
 
 
+def test_tensor_core_products():
+    """One warp, 16 x 32 unsigned by 32 x 8 signed bytes; each byte placed as the PTX manual's formulas for m16n8k32 say."""
+    rng = np.random.default_rng(2)
+    a, b = rng.integers(0, 256, (16, 32)), rng.integers(-128, 128, (32, 8))
+    words = np.zeros((6, 32), np.uint32)
+    for lane in range(32):
+        group, thread = lane >> 2, lane & 3
+        for i in range(16):  # a0..a15 of the manual
+            row = group if i < 4 or 8 <= i < 12 else group + 8
+            words[i // 4, lane] |= np.uint32(int(a[row, thread * 4 + (i & 3) + (16 if i >= 8 else 0)]) << 8 * (i & 3))
+        for i in range(8):
+            words[4 + i // 4, lane] |= np.uint32((int(b[thread * 4 + (i & 3) + (16 if i >= 4 else 0), group]) & 255) << 8 * (i & 3))
+    loads = "".join(f"  ld.global.b32 %r{10 + i}, [%rd4+{128 * i}];\n" for i in range(6))
+    mma = "  mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32\n {%r20, %r21, %r22, %r23},\n {%r10, %r11, %r12, %r13},\n {%r14, %r15},\n"
+    stores = "".join(f"  st.global.b32 [%rd4+{128 * i}], %r{20 + i};\n" for i in range(4))
+    memory = GlobalMemory()
+    data = memory.store(words, "data")
+    Simt(HEAD + loads + mma + " {5, 6, 7, 8};\n" + stores + "  ret;\n}\n", memory).launch("k", 1, 32, [data, 0])
+    got = memory.read(data, (6, 32), np.uint32).view(np.int32)
+    product_ = a @ b
+    for lane in range(32):
+        group, thread = lane >> 2, lane & 3
+        for i in range(4):
+            assert got[i, lane] == product_[group + (8 if i >= 2 else 0), thread * 2 + (i & 1)] + 5 + i
+
+
 # -- planted errors in real kernels ----------------------------------------------------------------------------------
 
 
