@@ -79,8 +79,10 @@ class Grid(Scaled):
     def _keys(self, ranks: np.ndarray) -> np.ndarray:
         """One number per group of columns: [..., columns] to [...]."""
         bits = 16 // self.book.columns
-        shifted: np.ndarray = (ranks.astype(np.int64) << np.arange(0, 16, bits)).sum(axis=-1)
-        return shifted
+        keys = np.zeros(ranks.shape[:-1], np.uint16)
+        for i in range(self.book.columns):
+            keys |= ranks[..., i].astype(np.uint16) << np.uint16(bits * i)
+        return keys
 
     def _entry(self, ranks: Sequence[int]) -> int:
         """Four nibbles, of the columns 0 to 3 in turn; with eight columns that of c + 4 lies above that of c."""
@@ -94,9 +96,10 @@ class Grid(Scaled):
 
     def high_bits(self, index: np.ndarray) -> np.ndarray:
         """Bits of the indices beyond eight, side by side: uint16 [R, K/32]."""
-        shifts = np.arange(index.shape[-1]) * self.book.high
-        packed: np.ndarray = ((index.astype(np.int64) >> 8) << shifts).sum(axis=-1)
-        return packed.astype(np.uint16)
+        packed = np.zeros(index.shape[:-1], np.uint16)
+        for i in range(index.shape[-1]):
+            packed |= (index[..., i] >> 8).astype(np.uint16) << np.uint16(self.book.high * i)
+        return packed
 
     def steps(self, scale: np.ndarray, d: np.ndarray) -> np.ndarray:
         """The n in ``scale = d * (2 n + 1) / denominator``."""
@@ -220,7 +223,7 @@ class Ternary(Grid):
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         code, scale, _, _ = codes(self.type_name, raw, k)
         minus = (code & 7) == 7
-        index = self.indices((code - np.where(minus, -1, 1) >> 3) + 1)
+        index = self.indices((code - np.where(minus, np.int8(-1), np.int8(1)) >> 3) + 1)
         d = self.stored_d(raw, k)
         n = self.steps(scale, d)
         eights = minus.reshape(len(raw), k // 32, 4, 8)[..., 0].astype(np.int64)
