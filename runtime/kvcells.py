@@ -151,6 +151,8 @@ class KVCells:
         if (self.pos[cells] >= 0).any():
             raise RuntimeRefusal("a cell to restore into is not free; this is a defect of ggufc, please report it")
         self._occupy(cells, cells, pos, seqs)
+        self._top = max(self._top, int(cells.max()) + 1)
+        self.n_written = max(self.n_written, self._top)
         self.head = int(cells[-1]) + 1 if int(cells[-1]) + 1 < self.size else 0
 
     def place(self, n: int) -> np.ndarray | None:

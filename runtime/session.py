@@ -53,7 +53,8 @@ class Session:
     tests and bug reports). ``seed`` is the default of ``generate``. ``causal`` may be switched while running: off, a token sees its
     sequence's later tokens too. ``defrag_threshold`` >= 0 gathers the occupied cells (``defrag``) before a batch whenever more than this
     share of the visible cells is free. ``compact_windows`` gives caches of layers with a window the window's rows only (one sequence,
-    continued or cut at its end; same logits). ``executor`` makes the executors: ``ggufc.runtime.cuda.on_device(...)`` for a GPU.
+    continued or cut at its end; same logits). Models that keep state per sequence divide the cells evenly among ``n_seq_max`` sequences.
+    ``executor`` makes the executors: ``ggufc.runtime.cuda.on_device(...)`` for a GPU.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Session:
         manifest = self.artifact.manifest
         train = manifest.n_ctx_train or DEFAULT_N_CTX
         self.n_ctx = min(DEFAULT_N_CTX, train) if n_ctx is None else (n_ctx or train)
+        if n_seq_max > 1 and any(not of_cells(cache) for cache in manifest.caches):
+            self.n_ctx = n_seq_max * pad(-(-self.n_ctx // n_seq_max))  # equal parts, see SequenceStates.cells
         self.n_batch = max(16, min(n_batch, self.n_ctx))
         self.n_ubatch = min(n_ubatch, self.n_batch)
         self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
@@ -242,7 +245,7 @@ class Session:
             self.defrag()
         if not self.causal and len(counts) > 1:
             raise RuntimeRefusal(f"{len(batch)} tokens that see each other must fit in one micro-batch; raise n_ubatch ({self.n_ubatch})")
-        starts = cells.plan(counts)
+        starts = [0] * len(counts) if self.states else cells.plan(counts)
         if starts is None:
             scattered = "; those that are free do not lie side by side, defrag() gathers them" * (cells.size - cells.used >= len(batch))
             raise RuntimeRefusal(
@@ -254,8 +257,13 @@ class Session:
         at = 0
         for start, n in zip(starts, counts):
             part = batch.part(at, at + n)
-            cells.insert(start, part.pos, part.seqs)
-            self._evaluate(executor, part, start, take)
+            if self.states:
+                slots = self.states.cells(part.first_seqs(), part.pos)
+                cells.insert_at(slots, part.pos, part.seqs)
+            else:
+                slots = np.arange(start, start + n, dtype=np.int32)
+                cells.insert(start, part.pos, part.seqs)
+            self._evaluate(executor, part, slots, take)
             at += n
         if self.causal:
             self.history.decoded(batch)
@@ -263,8 +271,8 @@ class Session:
             self.history.clear()  # what was stored depends on the tokens that followed
         self.stats.count(len(batch), time.perf_counter() - began, _one_each(batch, self.n_seq_max))
 
-    def _evaluate(self, executor: Executor, part: Batch, start: int, take: Callable[[np.ndarray], None]) -> None:
-        """Fill the inputs for one inserted micro-batch, run it, hand over the wanted rows."""
+    def _evaluate(self, executor: Executor, part: Batch, slots: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
+        """Fill the inputs for one micro-batch inserted into the cells ``slots``, run it, hand over the wanted rows."""
         n, wanted = len(part), len(part.wanted)
         seen = visibility(self.cells, part, self.causal)
         states = self.states.step(part) if self.states else None
@@ -278,7 +286,7 @@ class Session:
             elif kind == "out_ids":
                 buffer[:wanted] = part.wanted
             elif kind == "kv_slots":
-                buffer[:n] = np.arange(start, start + n, dtype=np.int32)
+                buffer[:n] = slots
             elif kind == "kv_cells":
                 buffer[: len(seen.cells)] = seen.cells
             elif kind == "visible":
@@ -293,19 +301,19 @@ class Session:
                     f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
                 )
         if self.window_rows is not None:
-            self._fill_windows(self.window_rows, executor, part, start, seen)
+            self._fill_windows(self.window_rows, executor, part, slots, seen)
         if not self.stats.count_graph(executor.program.name, self.graph_reuse, self._stale):
             executor.rebind()
         self._stale = ""
         extra = {} if states is None else {"entries": states.symbols}
-        executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=start, **extra)
+        executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=int(slots[0]), **extra)
         if wanted:
             take(executor.output("logits"))
 
-    def _fill_windows(self, windows: WindowRows, executor: Executor, part: Batch, start: int, seen: Visibility) -> None:
+    def _fill_windows(self, windows: WindowRows, executor: Executor, part: Batch, cells: np.ndarray, seen: Visibility) -> None:
         """Fill the inputs of launches on compacted caches."""
         n = len(part)
-        slots = windows.take(np.arange(start, start + n, dtype=np.int32), int(part.pos[0]))
+        slots = windows.take(cells, int(part.pos[0]))
         cut, rows = windows.lists(seen)
         for name, spec in executor.input_specs.items():
             if spec.kind == "kv_slots":

@@ -110,11 +110,27 @@ def load(session: Session, blob: BlobSource, seq: int | None, partial: bool) -> 
             raise
 
 
+def _own_cells(session: Session, source: Source, seqs: np.ndarray | int, pos: np.ndarray) -> np.ndarray:
+    """The cells of restored tokens where each sequence has cells of its own."""
+    states = session.states
+    if len(pos) and pos.max() >= states.cells_per_sequence:
+        raise RuntimeRefusal(
+            f"{source.name}: position {int(pos.max())} does not fit the {states.cells_per_sequence} cells a sequence has here; use a larger "
+            "n_ctx"
+        )
+    where = states.cells(seqs, pos)
+    if len(np.unique(where)) != len(where):
+        raise RuntimeRefusal(f"{source.name}: two cells of a sequence have the same position; the state is damaged, save it again")
+    return where
+
+
 def _load_context(session: Session, source: Source) -> int:
     manifest, store = session.artifact.manifest, _cell_store(session)
     blob = state_load.parse_session(source, manifest.arch, session.cells, store, manifest.n_layer, _parse_states(session, None, False))
     session.reset()
     where = np.arange(len(blob.pos), dtype=np.int32)
+    if session.states:
+        where = _own_cells(session, source, np.array([ids[0] for ids in blob.ids or []], np.int64), blob.pos)
     if len(where):
         session.cells.insert_at(where, blob.pos, blob.ids or [])
         state_load.restore(source, blob, where, store)
@@ -128,7 +144,7 @@ def _load_sequence(session: Session, source: Source, seq: int) -> int:
     windows = session.window_rows
     blob = state_load.parse_sequence(source, cells, store, manifest.n_layer, windows=windows, states=_parse_states(session, seq, False))
     session.seq_rm(seq)
-    where = cells.place(len(blob.pos))
+    where = _own_cells(session, source, seq, blob.pos) if session.states else cells.place(len(blob.pos))
     if where is None:
         raise RuntimeRefusal(
             f"{source.name}: no room for {len(blob.pos)} cells: {cells.used} of {cells.size} are in use by other sequences; free some "

@@ -75,6 +75,7 @@ class SequenceStates:
     def __init__(self, caches: Sequence[fmt.Cache], n_cells: int, n_seq_max: int) -> None:
         self.specs = [cache for cache in caches if cache.rows != _CELLS]
         self.n_cells, self.n_seq_max = n_cells, n_seq_max
+        self.cells_per_sequence = n_cells // n_seq_max
         forms = [cache.rows for cache in self.specs]
         self.rows_per_sequence = _ONE_ROW in forms
         self.ratios = tuple(ratio for ratio in RATIOS if {f"C{ratio}": 1} in forms)
@@ -103,8 +104,12 @@ class SequenceStates:
                     f"this model keeps state per sequence, so tokens follow one another: position {expected} of sequence {seq} is next, "
                     f"the batch has {int(pos[0])} to {int(pos[-1])}"
                 )
-            if pos[-1] >= self.n_cells:
-                raise RuntimeRefusal(f"position {int(pos[-1])} is beyond the context of {self.n_cells} positions; use a larger n_ctx")
+            if pos[-1] >= self.cells_per_sequence:
+                raise RuntimeRefusal(
+                    f"no room for position {int(pos[-1])} of sequence {seq}: each of {self.n_seq_max} sequences of this model has "
+                    f"{self.cells_per_sequence} cells of its own; use a larger n_ctx or a smaller n_seq_max",
+                    soft=True,
+                )
             if self.rows_per_sequence and expected and self.next[seq] != expected:
                 raise RuntimeRefusal(
                     f"sequence {seq} was cut at position {expected}, but the state of its convolutions is that of position "
@@ -166,6 +171,12 @@ class SequenceStates:
         )
 
     # What belongs to a sequence.
+
+    def cells(self, seqs: np.ndarray | int, pos: np.ndarray) -> np.ndarray:
+        """i32: the cell of each token. Every sequence has cells of its own, in order of position from a multiple of 256 on: attention over
+        such cells adds up in the same order whatever else the cache holds.
+        """
+        return (seqs * self.cells_per_sequence + pos).astype(np.int32)
 
     def part(self, cache: fmt.Cache, seq: int) -> tuple[int, int]:
         """(first row, rows) of a sequence's part of a cache."""
