@@ -129,7 +129,7 @@ def _scale_and_min(e: Emitter, c: Cursor) -> tuple[list[Value], list[Value]]:
 
 class Q5_K(KQuant):
     type_name, has_min, u_max = "q5_k", True, 31
-    code_bytes, scale_bytes, super_bytes = 320, 32, 64
+    code_bytes, scale_bytes, super_bytes, prefetch = 320, 32, 64, True
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         b = blocks_of(raw, self.type_name)
