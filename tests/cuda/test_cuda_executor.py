@@ -82,7 +82,20 @@ def test_a_whole_model_equals_its_golden(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3-7", "llama-moe", "quant-q4_k", "llama-fa-q8", "llama-cacheops", "qwen3moe-a"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3-7",
+        "llama-moe",
+        "quant-q4_k",
+        "llama-fa-q8",
+        "llama-cacheops",
+        "qwen3moe-a",
+        "deepseek2-v3-fa-mla1",
+        "gpt-oss-mxfp4",
+        "glm-dsa-dense",
+    ],
+)
 def test_more_models(name, tmp_path):
     """S75 for windows and head norms, experts, integer products, block caches, sequence operations."""
     if find_case(name) is None:

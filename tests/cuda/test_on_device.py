@@ -24,7 +24,18 @@ from test_cuda_executor import check_golden, compiled, find_case
 
 pytestmark = pytest.mark.gpu
 
-CASES = ["llama-gqa-tied", "gemma3-7", "llama-moe", "quant-q4_k", "llama-fa-q8", "llama-cacheops", "qwen3moe-a"]
+CASES = [
+    "llama-gqa-tied",
+    "gemma3-7",
+    "llama-moe",
+    "quant-q4_k",
+    "llama-fa-q8",
+    "llama-cacheops",
+    "qwen3moe-a",
+    "deepseek2-v3-fa-mla1",
+    "gpt-oss-mxfp4",
+    "glm-dsa-dense",
+]
 
 
 @pytest.fixture(scope="module")
