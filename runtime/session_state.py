@@ -115,8 +115,8 @@ def _own_cells(session: Session, source: Source, seqs: np.ndarray | int, pos: np
     states = session.states
     if len(pos) and pos.max() >= states.cells_per_sequence:
         raise RuntimeRefusal(
-            f"{source.name}: position {int(pos.max())} does not fit the {states.cells_per_sequence} cells a sequence has here; use a larger "
-            "n_ctx"
+            f"{source.name}: position {int(pos.max())} does not fit the {states.cells_per_sequence} cells a sequence has here; use a "
+            "larger n_ctx"
         )
     where = states.cells(seqs, pos)
     if len(np.unique(where)) != len(where):

@@ -1,0 +1,201 @@
+"""Families with state per sequence: the same bits in any chunking, with any thread count, beside other sequences, after save and restore;
+what their state cannot follow is refused before anything changes."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support import golden_cases
+
+NAMES = ("openpangu-swa-dsa-ubatch", "deepseek4-split-decode")
+LENGTH = 150
+SHARED = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", params=[case for case in golden_cases(*NAMES) if case.name in NAMES], ids=lambda p: p.name)
+def artifact(request, tmp_path_factory):
+    from ggufc.codegen.compile import CompileOptions, compile_file
+    from ggufc.runtime.artifact import Artifact
+    from ggufc.runtime.logits import graph_options
+
+    path = tmp_path_factory.mktemp("artifact") / "model.ggufc"
+    options = json.loads((request.param / "case.json").read_text())["options"]
+    compile_file(request.param / "model.gguf", path, CompileOptions(jobs=1, builder=graph_options(options)))
+    with Artifact.open(path) as opened:
+        yield opened
+
+
+def sequences(artifact) -> int:
+    return 1 if artifact.manifest.arch == "openpangu" else 3
+
+
+def session(artifact, **options):
+    from ggufc.runtime.session import Session
+
+    return Session(artifact, **{"n_ctx": 768, "n_batch": 256, "n_seq_max": sequences(artifact), **options})
+
+
+def tokens_of(artifact) -> list[int]:
+    return np.random.default_rng(7).integers(3, artifact.manifest.n_vocab - 1, LENGTH).tolist()
+
+
+@pytest.fixture(scope="module")
+def reference(artifact):
+    """Logits of every position, one token at a time on one thread."""
+    with session(artifact, n_threads=1, n_ubatch=1) as s:
+        return np.concatenate([s.decode([t], logits="all") for t in tokens_of(artifact)])
+
+
+@SHARED
+@given(data=st.data(), threads=st.integers(1, 3), n_ubatch=st.sampled_from([1, 3, 8, 17, 64, 150]), reuse=st.booleans())
+def test_chunks_threads_and_reuse(artifact, reference, data, threads, n_ubatch, reuse):
+    tokens = tokens_of(artifact)
+    with session(artifact, n_threads=threads, n_ubatch=n_ubatch, graph_reuse=reuse, n_ctx=data.draw(st.sampled_from([768, 1536]))) as s:
+        at, rows = 0, []
+        while at < LENGTH:
+            n = data.draw(st.integers(1, 90))
+            rows.append(s.decode(tokens[at : at + n], logits="all"))
+            at += n
+    assert np.array_equal(np.concatenate(rows).view(np.uint32), reference.view(np.uint32))
+
+
+@SHARED
+@given(seed=st.integers(0, 1 << 30), me=st.integers(0, 2), n_ubatch=st.sampled_from([4, 16, 64]))
+def test_other_sequences_do_not_matter(artifact, reference, seed, me, n_ubatch):  # S40 S52
+    if sequences(artifact) == 1:
+        pytest.skip("one sequence only")
+    tokens, rng = tokens_of(artifact), np.random.default_rng(seed)
+    at, got, others = 0, [], {seq: 0 for seq in range(3) if seq != me}
+    with session(artifact, n_threads=2, n_ubatch=n_ubatch) as s:
+        while at < LENGTH:
+            batch, pos, seq, mine = [], [], [], []
+            for _ in range(int(rng.integers(1, 24))):
+                who = int(rng.integers(0, 3))
+                if who == me and at < LENGTH:
+                    mine.append(len(batch))
+                    batch.append(tokens[at])
+                    pos.append(at)
+                    at += 1
+                elif who != me and others[who] < 140:
+                    batch.append(int(rng.integers(3, artifact.manifest.n_vocab - 1)))
+                    pos.append(others[who])
+                    others[who] += 1
+                else:
+                    continue
+                seq.append(who)
+            if batch:
+                got.append(s.decode(batch, pos, seq, logits="all")[mine])
+    assert np.array_equal(np.concatenate(got).view(np.uint32), reference.view(np.uint32))
+
+
+def saved(s, *args, **options) -> bytes:
+    file = io.BytesIO()
+    assert s.state_save(file, *args, **options) == s.state_size(*args, **options) == len(file.getvalue())
+    return file.getvalue()
+
+
+def test_saved_states_go_on_with_the_same_bits(artifact, reference):  # S8
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    tokens, cut = tokens_of(artifact), 70
+    want = reference[cut:]
+    with session(artifact, n_threads=2, n_ubatch=16) as s:
+        s.decode(tokens[:cut])
+        full, part = saved(s, 0), saved(s, 0, partial=True)
+        assert len(part) < len(full)
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
+        s.state_load(part, 0, partial=True)
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
+        s.state_load(full, 0)
+        if sequences(artifact) > 1:
+            whole = saved(s)
+            s.decode(tokens[3:9], seq=1)
+            s.state_load(full, 2)
+            assert np.array_equal(s.decode(tokens[cut:], seq=2, logits="all"), want)
+            s.state_load(whole)
+            assert s.pos_max(2) == -1
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
+        with pytest.raises(RuntimeRefusal, match="the state is truncated"):
+            s.state_load(full[:-5], 0)
+        assert s.pos_max(0) == -1
+    with session(artifact, n_ubatch=64) as s:
+        s.state_load(full, 0)
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
+
+
+def test_cleared_and_removed_sequences_start_anew(artifact, reference):  # S44
+    tokens = tokens_of(artifact)
+    with session(artifact, n_ubatch=32) as s:
+        for forget in (lambda: s.seq_rm(0), s.reset):
+            s.decode(tokens[20:111])
+            forget()
+            assert np.array_equal(s.decode(tokens[:50], logits="all"), reference[:50])
+            forget()
+
+
+def test_the_prefix_kept_is_one_the_state_can_go_on_from(artifact, reference):
+    tokens = tokens_of(artifact)
+    with session(artifact) as s:
+        s.decode(tokens[:100])
+        kept = s.keep_prefix([*tokens[:60], 5, 6])
+        assert kept == s.pos_max(0) + 1
+        assert np.array_equal(s.decode(tokens[kept:110], logits="all"), reference[kept:110])
+
+
+def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, reference):  # S54
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    tokens = tokens_of(artifact)
+    with session(artifact, n_ubatch=32) as s:
+        s.decode(tokens[:100])
+        calls = {
+            "cannot be copied": lambda: s.seq_cp(0, 1) if s.n_seq_max > 1 else s.states.refuse_copy(),
+            "positions cannot be moved": lambda: s.seq_add(0, 0, -1, 3),
+            "cannot be moved": s.shift_context,
+            "from the middle": lambda: s.seq_rm(0, 3, 5),
+            "position 100 of sequence 0 is next": lambda: s.decode([5], [140]),
+            "no room for position": lambda: s.decode([5] * (768 // s.n_seq_max - 99)),
+        }
+        for message, call in calls.items():
+            with pytest.raises(RuntimeRefusal, match=message):
+                call()
+        with pytest.warns(RuntimeWarning, match="stays fragmented"):
+            s.defrag()
+        assert np.array_equal(s.decode(tokens[100:], logits="all"), reference[100:])
+
+
+def test_openpangu_keeps_one_sequence_and_no_whole_context(artifact):
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    if artifact.manifest.arch != "openpangu":
+        pytest.skip("fences of openpangu")
+    with pytest.raises(RuntimeRefusal, match="n_seq_max is 2"):
+        session(artifact, n_seq_max=2)
+    with session(artifact) as s:
+        s.decode([5] * 20)
+        with pytest.raises(RuntimeRefusal, match="give its id"):
+            s.state_save(io.BytesIO())
+        s.seq_rm(0, 10, -1)
+        for call in (lambda: s.decode([5]), lambda: s.state_save(io.BytesIO(), 0)):
+            with pytest.raises(RuntimeRefusal, match="that of position 20"):
+                call()
+
+
+def test_deepseek4_is_cut_only_inside_its_current_block(artifact, reference):
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    if artifact.manifest.arch != "deepseek4":
+        pytest.skip("fences of deepseek4")
+    tokens = tokens_of(artifact)
+    with session(artifact) as s:
+        s.decode(tokens[:47])
+        with pytest.raises(RuntimeRefusal, match="cannot be cut at position 43"):
+            s.seq_rm(0, 43, -1)
+        s.seq_rm(0, 45, -1)
+        assert np.array_equal(s.decode(tokens[45:90], logits="all"), reference[45:90])
