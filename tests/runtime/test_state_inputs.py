@@ -42,7 +42,7 @@ def batch_of(cells: KVCells, lengths: dict[int, int], order: list[int]):
 @st.composite
 def rounds(draw):
     out = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         lengths = {seq: draw(st.integers(0, 150)) for seq in range(N_SEQ)}
         order = [seq for seq, n in lengths.items() for _ in range(n)]
         if order:
