@@ -18,6 +18,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "x86-64-v3": _V3,
     "avxvnni": (*_V3, "avxvnni"),
     "avx512vnni": (*_AVX512, "avx512vnni"),
+    "avx512vbmi": (*_AVX512, "avx512vnni", "avx512vbmi"),
 }
 """Feature levels from the weakest to the strongest; a level needs all the features listed."""
 
@@ -96,7 +97,14 @@ def resolve(text: str = "native") -> Target:
                 f"--target {text!r}: unknown {'feature ' + ', '.join(unknown) if unknown else 'target'}; "
                 f"use native, a level ({', '.join(LEVELS)}) or a list of features ({', '.join(sorted(known))})"
             )
-        implied = {"avx2": _V3, "fma": _V3, "avxvnni": _V3, "avx512f": _AVX512, "avx512vnni": _AVX512}
+        implied = {
+            "avx2": _V3,
+            "fma": _V3,
+            "avxvnni": _V3,
+            "avx512f": _AVX512,
+            "avx512vnni": _AVX512,
+            "avx512vbmi": (*_AVX512, "avx512vnni"),
+        }
         have = have.union(*(implied.get(f, ()) for f in have))
     level = strongest_level(have)
     return Target(X86_TRIPLE, level, LEVELS[level])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ggufc.codegen.cpu import image, objectcode
-from ggufc.codegen.cpu.target import LEVELS, X86_TRIPLE, Target, host_features
+from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
@@ -27,11 +27,7 @@ BLOCK_TYPES = tuple(t for t in known_formats() if t not in ("f32", "f16", "bf16"
 FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq2_xs", "iq3_s", "iq2_kl", "iq5_k", "f16")
 """Types for the levels below the machine's best: they cover offsets, minima, scales per 16 and per 32, tables, codebooks and floats."""
 
-VBMI = Target(X86_TRIPLE, "avx512vbmi", (*LEVELS["avx512vnni"], "avx512vbmi"))
-_BYTES = [(t, VBMI) for t in ("iq2_xxs", "iq2_s", "iq3_xxs", "iq3_s", "iq2_k", "iq4_ks")] if host_features().issuperset(VBMI.features) else []
-"""Codebooks and tables have a form of their own for this feature."""
-
-CASES = [(t, NATIVE) for t in known_formats()] + _BYTES + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
+CASES = [(t, NATIVE) for t in known_formats()] + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
 CASE_IDS = [f"{t}-{level.level}" for t, level in CASES]
 
 
