@@ -13,7 +13,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul_id, quantize
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
-from ggufc.codegen.lower_operands import item_bytes, rope_table
+from ggufc.codegen.lower_operands import item_bytes, refuse_holes, rope_table
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
@@ -256,6 +256,7 @@ class Lowering:
         if experts.op.name != "weight":
             lower_generic(self, node)
             return
+        refuse_holes(node, ids)
         k, n, n_expert = (fixed(d) for d in experts.ne)
         used = fixed(node.ne[1])
         mode = activation_mode(experts.dtype)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, select, softmax, strided_matmul
 from ggufc.codegen.kernels.strided import Strided, contiguous
-from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, rope_table, strided
+from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, refuse_holes, rope_table, strided
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.lower_stacked import stacked_product
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
-from ggufc.ir.dims import Dim, product
+from ggufc.ir.dims import product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import contiguous_nb, layout
 
@@ -110,9 +110,7 @@ def _two(kernel: Callable[..., Any]) -> Emit:
 
 def _get_rows(low: Lowering, node: Node) -> None:
     table, chosen = node.operands
-    origin = layout(chosen).root
-    if origin.op.name in LISTS_WITH_HOLES and (isinstance(origin.operands[0].ne[0], Dim) or origin.op.name != "top_k"):
-        raise CodegenError(f"node {node.name!r}: rows of a list that may end in -1 ({origin.op.name} {origin.name!r}) have no kernel")
+    refuse_holes(node, chosen)
     if table.op.name == "weight" and table.dtype == "i32":
         low.weights.request(table, "plain", _index_limit(low, node, node))
     (at, a), (ids, idx) = (strided(low, o) for o in node.operands)
@@ -226,9 +224,6 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     args = (weight, rounded, out, integer(0), integer(n), NULL, integer(0), NULL)
     low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 
-
-LISTS_WITH_HOLES = ("top_k", "indexer_topk", "mask_to_index")
-"""Operators whose lists end in -1 where there is less to choose from than asked for."""
 
 RULES: dict[str, Emit] = {
     **dict.fromkeys(elementwise.UNARY, _pointwise(lambda node: (node.op.name, 0))),

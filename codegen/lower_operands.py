@@ -74,6 +74,17 @@ def contiguous_copy(low: Lowering, node: Node) -> Ref:
     return whole
 
 
+LISTS_WITH_HOLES = ("top_k", "indexer_topk", "mask_to_index")
+"""Operators whose lists end in -1 where there is less to choose from than asked for."""
+
+
+def refuse_holes(node: Node, indices: Node) -> None:
+    """CodegenError where the indices that ``node`` trusts may end in -1."""
+    origin = layout(indices).root
+    if origin.op.name in LISTS_WITH_HOLES and (origin.op.name != "top_k" or isinstance(origin.operands[0].ne[0], Dim)):
+        raise CodegenError(f"node {node.name!r}: rows of a list that may end in -1 ({origin.op.name} {origin.name!r}) have no kernel")
+
+
 def launch(
     low: Lowering,
     spec: Any,
