@@ -190,7 +190,9 @@ def rotate(low: Lowering, node: Node, x: Node, table: Ref) -> None:
 
 def _mul_mat(low: Lowering, node: Node) -> None:
     a, b = node.operands
-    if a.op.name == "weight" and a.type.quantised:
+    where = layout(a)
+    whole = where.contiguous and where.offset == 0 and a.type.numel == where.root.type.numel and a.ne[0] == where.root.ne[0]
+    if where.root.op.name == "weight" and a.type.quantised and whole:
         _mul_mat_packed(low, node)
         return
     (at, left), (bt, right) = strided(low, a), strided(low, b)
@@ -215,7 +217,7 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     sym, mult = rows_grid([rows])
     if mult != 1 and sym:
         raise CodegenError(f"node {node.name!r}: a product over {rows} rows has no kernel")
-    weight = Ref("weight", low.weights.request(w, "packed").name)
+    weight = Ref("weight", low.weights.request(layout(w).root, "packed", shape=w.ne).name)
     out = low.result(node)
     rounded = low.schedule.new_value(form(product(x.ne[1:]), record), f"{x.name} (q8)")
     all_sym, all_mult = rows_grid([product(x.ne[1:])])

@@ -13,13 +13,15 @@ from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import product
 from ggufc.ir.graph import Node
+from ggufc.ir.layout import layout
 
 if TYPE_CHECKING:
     from ggufc.codegen.lower import Lowering
 
 
 def stacked_product(low: Lowering, node: Node) -> None:
-    """w [K, N, H] times x [K, T, H]: the product with experts in which every token chose all of them, in order.
+    """w [K, N, H], or a matrix [K, N*H] reshaped, times x [K, T, H]: the product with experts in which every token chose all of them, in
+    order.
 
     Activations are copied to [K, H, T], rounded, multiplied, and the result is turned back to [N, T, H].
     """
@@ -41,7 +43,7 @@ def stacked_product(low: Lowering, node: Node) -> None:
     low.emit(Step(lists.Counting(heads), (ids,), (0,), f"{node.name}.heads", sym, 1, mult))
     spec = matmul_id.MatMulId(w.dtype, k, n, heads, heads, False, sym or str(mult))
     tiles = matmul_id.tiles(spec) * (1 if sym else -(-mult // matmul_id.TOKENS))
-    weight = Ref("weight", low.weights.request(w, "packed").name)
+    weight = Ref("weight", low.weights.request(layout(w).root, "packed", shape=w.ne).name)
     by_head = low.schedule.new_value(form(node.type.numel, 4), f"{node.name} (by token)")
     moved = {"": heads * n * row_bytes(w.dtype, k)}
     flops = form(node.type.numel, 2 * k)

@@ -41,16 +41,19 @@ class WeightPlan:
     graph: Graph
     stored: dict[tuple[str, str], StoredWeight] = field(default_factory=dict)
 
-    def request(self, node: Node, form: str, below: int = 0) -> StoredWeight:
-        """The stored form of a ``weight`` node; equal requests share one tensor. Tables of integers need the bound ``below``."""
+    def request(self, node: Node, form: str, below: int = 0, shape: tuple[int, ...] = ()) -> StoredWeight:
+        """The stored form of a ``weight`` node; equal requests share one tensor. Tables of integers need the bound ``below``; ``shape``
+        packs the rows as those of a stack of matrices.
+        """
         name = node.attrs["tensor"] or node.attrs["derived"]
-        key = (name, form)
+        stack = "." + "x".join(map(str, shape)) if shape and shape != node.ne else ""
+        key = (name + stack, form)
         if key not in self.stored:
             if form == "plain" and node.dtype not in ("f32", "f16", "bf16") and not (node.dtype == "i32" and below > 0):
                 raise CodegenError(f"tensor {name}: a {node.dtype} weight cannot be used outside products and row look-ups")
             sources, derived = self._sources(node)
-            ne = tuple(int(d) for d in node.ne)
-            suffix = ".i32" if below else ".f32" if form == "plain" and node.type.rank > 1 else ""
+            ne = tuple(int(d) for d in (shape or node.ne))
+            suffix = stack or ".i32" if stack or below else ".f32" if form == "plain" and node.type.rank > 1 else ""
             self.stored[key] = StoredWeight(_tensor_name(name, suffix), form, node.dtype, ne, sources, derived, below)
         return self.stored[key]
 

@@ -149,3 +149,14 @@ def test_rows_of_a_list_that_may_have_holes_are_refused():
     g.outputs["y"] = g.add("get_rows", x, best, name="y")
     with pytest.raises(CodegenError, match=r"may end in -1 \(top_k 'best'\)"):
         lower(g)
+
+
+def test_a_quantised_matrix_reshaped_into_a_stack_is_packed_matrix_by_matrix():
+    g = Graph("eval", "toy", ("T", "O", "C", "KV", "R"))
+    tokens = g.input("tokens", "tokens", TensorType("i32", (T,)))
+    x = g.add("get_rows", g.weight("embd", TensorType("f32", (96, 50))), tokens, name="x")
+    by_group = g.add("permute", g.add("reshape", x, name="x.groups", ne=(32, 3, T)), name="x.turned", axes=(0, 2, 1))
+    matrices = g.add("reshape", g.weight("w", TensorType("q8_0", (32, 24))), name="w.matrices", ne=(32, 8, 3))
+    g.outputs["y"] = g.add("mul_mat", matrices, by_group, name="y")
+    _, weights = lower(g)
+    assert weights.stored["w.32x8x3", "packed"].ne == (32, 8, 3)
