@@ -13,14 +13,6 @@ SYMBOLS = ("T", "O", "C", "KV", "R")
 T, R = Sym("T"), Sym("R")
 
 
-def turned(inverse):
-    g = Graph("g", symbols=SYMBOLS)
-    x = g.add("reshape", g.input("embd", "embd", TensorType("f32", (64, T))), ne=(32, 2, T))
-    pos = g.input("positions", "positions", TensorType("i32", (T,)))
-    g.outputs["o"] = g.add("rope", x, pos, mode="neox", n_dims=32, base=1e4, inverse=inverse, name="turn")
-    return g
-
-
 def masked(first):
     g = Graph("g", symbols=SYMBOLS)
     cells = g.input("kv_cells", "kv_cells", TensorType("i32", (R,)))
@@ -39,11 +31,10 @@ def summed(symbol):
 @pytest.mark.parametrize(
     ("make", "known", "unknown", "message"),
     [
-        (turned, False, True, "'turn'.*inverse"),
         (masked, 0, 32, "'mask'.*begins at cell 32"),
         (summed, "T", "P", "'minus'.*symbol P"),
     ],
-    ids=["rope", "kq_mask", "symbol"],
+    ids=["kq_mask", "symbol"],
 )
 def test_refused_by_name(make, known, unknown, message):
     assert lower(make(known))[0].steps
