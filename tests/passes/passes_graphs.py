@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ggufc.ir import Graph, Node, Sym, TensorType, interpret
+from ggufc.passes import PassManager
 
 T, O, C, KV, R = (Sym(s) for s in ("T", "O", "C", "KV", "R"))
 SYMBOLS = ("T", "O", "C", "KV", "R")
@@ -182,3 +183,12 @@ def evaluate(g: Graph, steps: list[int], seed: int = 1, weights: Weights | None 
         logits.append(interpret(g, weights if weights is not None else Weights(g, seed), arrays, caches, env)["logits"])
         past += n
     return logits, caches
+
+
+def rules_fired(g: Graph, pipeline: str) -> dict[str, int]:
+    """Counts of all rules that fired, by rule name."""
+    counts: dict[str, int] = {}
+    for record in PassManager.parse(pipeline).run(g):
+        for rule, n in record.counts.items():
+            counts[rule] = counts.get(rule, 0) + n
+    return {rule: n for rule, n in counts.items() if n}
