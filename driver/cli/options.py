@@ -180,11 +180,28 @@ def artifact(
         )
 
 
+def _require_runnable(target: str) -> None:
+    """Refuse code for a CPU this machine is not before it is compiled; ``native`` and artifacts need no look."""
+    if target == "native":
+        return
+    from ggufc.codegen.cpu.target import resolve
+    from ggufc.errors import DriverError
+    from ggufc.runtime.cpuinfo import host_features
+
+    missing = sorted(set(resolve(target).features) - host_features())
+    if missing:
+        raise DriverError(
+            f"--target {target} needs CPU features this machine lacks: {', '.join(missing)}; leave --target out to run here, or use "
+            "ggufc compile for another machine"
+        )
+
+
 def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
     """A session for the parameters of ``build``, ``context`` and ``expect_digest`` that ``given`` holds; ``more`` goes to ``Session``."""
     from ggufc.errors import DriverError
     from ggufc.runtime import Session
 
+    _require_runnable(given["target"])
     path = artifact(model, given["type_k"], given["type_v"], given["target"])
     digest = given.get("expect_digest")
     if digest and path != Path(model).expanduser():

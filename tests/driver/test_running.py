@@ -162,6 +162,14 @@ def test_bench_speaks_llama_bench(invoke, artifact: Path, text_model: Path) -> N
         invoke("bench", artifact, "-p", 0, "-n", 0)
 
 
+def test_code_for_another_cpu_is_refused_before_it_is_compiled(invoke, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ggufc.runtime import cpuinfo
+
+    monkeypatch.setattr(cpuinfo, "host_features", lambda: frozenset({"sse4.2", "avx2", "fma"}))
+    with pytest.raises(DriverError, match=r"--target avx512vnni needs CPU features this machine lacks: .*avx512vnni"):
+        invoke("run", text_model, "-p", "a", "-n", 1, "--target", "avx512vnni")
+
+
 def test_perplexity(invoke, artifact: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
