@@ -33,8 +33,13 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else OK
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return ERROR
+    except click.ClickException as error:
+        message = " ".join(error.format_message().split())
+        context = getattr(error, "ctx", None)
+        _say(f"{message} See `{context.command_path} --help`." if context else message)
         return ERROR
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted", prefix="")

@@ -85,11 +85,19 @@ def test_unknown_commands_and_options_are_usage_errors() -> None:
 def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF\x03\0\0\0 and then nothing sensible")
-    for arguments in (["inspect", "no-such-model"], ["inspect", str(bad)], ["inspect", str(tmp_path)], ["opt", str(bad)]):
+    for arguments in (
+        ["inspect", "no-such-model"],
+        ["inspect", str(bad)],
+        ["inspect", str(tmp_path)],
+        ["run"],
+        ["run", "m", "-c", "-1"],
+        ["opt", str(bad)],
+    ):
         result = ggufc(*arguments)
         assert result.returncode == 2, arguments
         assert result.stdout == ""
-        assert re.match(r"ggufc: error: |Usage: ", result.stderr), result.stderr
+        # An error in IR text also shows the line and a caret under the place.
+        assert re.match(r"ggufc: error: [^\n]+\n" + ("" if arguments[0] == "opt" else r"\Z"), result.stderr), result.stderr
         assert "Traceback" not in result.stderr
 
 
