@@ -62,19 +62,20 @@ def build_graph(model: Model, options: CompileOptions, program: str = "eval") ->
     return model.build(step_of(options, program), program.partition("@")[0])
 
 
-def program_names(model: Model, options: CompileOptions) -> list[str]:
-    """All programs of the artifact, with a variant for each answer to what builders ask about the session's size."""
-    names = []
+def program_graphs(model: Model, options: CompileOptions) -> Iterator[tuple[str, Graph]]:
+    """(name, unfused graph) of every program, with a variant for each answer to what builders ask about the session's size."""
     for base, special in PROGRAMS.items():
         try:
-            observed = build_graph(model, options, base).analysis.get("observations", {})
+            graph = build_graph(model, options, base)
         except ModelError:
             if not special:
                 raise
             continue  # a model may have no graph of this kind; a session that asks for it is told so
-        names.append(base)
-        names.extend(f"{base}@{key}" for key, value in observed.items() if _SESSION_SIZES.match(key) and not value)
-    return names
+        observed = graph.analysis.get("observations", {})
+        variants = [f"{base}@{key}" for key, value in observed.items() if _SESSION_SIZES.match(key) and not value]
+        yield base, graph
+        for name in variants:
+            yield name, build_graph(model, options, name)
 
 
 def run_passes(graph: Graph, options: CompileOptions, on_pass: Callable[[str, Graph], None] | None = None) -> list[PassRecord]:
@@ -86,8 +87,7 @@ def run_passes(graph: Graph, options: CompileOptions, on_pass: Callable[[str, Gr
 def compile_graphs(model: Model, options: CompileOptions) -> list[Compilation]:
     """All programs of the artifact up to their schedules."""
     done = []
-    for name in program_names(model, options):
-        graph = build_graph(model, options, name)
+    for name, graph in program_graphs(model, options):
         records = run_passes(graph, options)
         schedule, weights = lower(graph, name)
         done.append(Compilation(name, graph, records, schedule, weights))
