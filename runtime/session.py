@@ -20,18 +20,18 @@ import numpy as np
 
 from ggufc.formats import artifact as fmt
 
-from . import kshift, programs
+from . import inputs, kshift, programs, windows
 from .artifact import Artifact
-from .batch import Batch, Visibility, make_batch, next_token, sizes, visibility
+from .batch import Batch, make_batch, next_token, sizes, visibility
 from .errors import RuntimeRefusal
 from .executor import CACHE_PAD, Executor, pad
 from .history import TokenHistory
 from .kvcells import KVCells
 from .rows import of_cells
 from .sampling import SamplingOptions
-from .state_inputs import SHAPES, SequenceStates
+from .state_inputs import SequenceStates
 from .statistics import Statistics
-from .windows import SUFFIX, WindowRows, rows_for
+from .windows import WindowRows
 
 if TYPE_CHECKING:
     from .generation import Generation
@@ -102,7 +102,7 @@ class Session:
                     "compact_windows"
                 )
             self._make_executor = executor
-            extra = {"window_rows": rows} if (rows := self._window_rows(executor) if compact_windows else 0) else {}
+            extra = {"window_rows": rows} if (rows := self._compacted(executor) if compact_windows else 0) else {}
             self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)
         except BaseException:
             if self._owns_artifact:
@@ -118,13 +118,11 @@ class Session:
             self.window_rows = WindowRows(self.cells, extra["window_rows"], widest)
         self._closed = False
 
-    def _window_rows(self, executor: Callable[..., Executor]) -> int:
+    def _compacted(self, executor: Callable[..., Executor]) -> int:
         """Rows of compacted window caches; 0, with a warning, where there is nothing to gain."""
-        if self.n_seq_max > 1:
-            raise RuntimeRefusal(f"compact_windows keeps the window of one sequence, n_seq_max is {self.n_seq_max}; leave out one of them")
         if executor is not Executor:
             raise RuntimeRefusal("compact_windows is for caches in host memory; leave it out on a device")
-        rows = rows_for(self.artifact.manifest.caches, pad(self.n_ctx), self.n_ubatch, CACHE_PAD)
+        rows = windows.compacted_rows(self.artifact.manifest.caches, pad(self.n_ctx), self.n_ubatch, self.n_seq_max, CACHE_PAD)
         if not rows:
             warnings.warn("compact_windows changes nothing: no layer's window is smaller than the context", RuntimeWarning, stacklevel=3)
         return rows
@@ -276,32 +274,9 @@ class Session:
         n, wanted = len(part), len(part.wanted)
         seen = visibility(self.cells, part, self.causal)
         states = self.states.step(part) if self.states else None
-        for name, spec in executor.input_specs.items():
-            buffer = executor.inputs[name]
-            kind = spec.kind
-            if kind == "tokens":
-                buffer[:n] = part.tokens
-            elif kind == "positions":
-                buffer[:n] = part.pos
-            elif kind == "out_ids":
-                buffer[:wanted] = part.wanted
-            elif kind == "kv_slots":
-                buffer[:n] = slots
-            elif kind == "kv_cells":
-                buffer[: len(seen.cells)] = seen.cells
-            elif kind == "visible":
-                buffer[: 3 * n].reshape(n, 3)[:] = seen.rows(spec.window)
-            elif kind == "embd":
-                buffer[: part.embd.size] = part.embd.reshape(-1)  # type: ignore[union-attr]
-            elif states is not None and kind in SHAPES:
-                values = states.values(kind, spec.ratio)
-                buffer[: len(values)] = values
-            else:
-                raise RuntimeRefusal(
-                    f"the program {executor.program.name} has an input {name} of the unknown kind {kind!r}; compile the model again"
-                )
+        inputs.fill(executor, part, slots, seen, states)
         if self.window_rows is not None:
-            self._fill_windows(self.window_rows, executor, part, slots, seen)
+            inputs.fill_windows(self.window_rows, executor, part, slots, seen)
         if not self.stats.count_graph(executor.program.name, self.graph_reuse, self._stale):
             executor.rebind()
         self._stale = ""
@@ -309,19 +284,6 @@ class Session:
         executor.eval(n, wanted, len(seen.cells), self.cells.n_kv(), head=int(slots[0]), **extra)
         if wanted:
             take(executor.output("logits"))
-
-    def _fill_windows(self, windows: WindowRows, executor: Executor, part: Batch, cells: np.ndarray, seen: Visibility) -> None:
-        """Fill the inputs of launches on compacted caches."""
-        n = len(part)
-        slots = windows.take(cells, int(part.pos[0]))
-        cut, rows = windows.lists(seen)
-        for name, spec in executor.input_specs.items():
-            if spec.kind == "kv_slots":
-                executor.inputs[name + SUFFIX][:n] = slots
-            elif spec.kind == "kv_cells":
-                executor.inputs[name + SUFFIX][: len(rows)] = rows
-            elif spec.kind == "visible" and spec.window:
-                executor.inputs[name + SUFFIX][: 3 * n].reshape(n, 3)[:] = seen.rows(spec.window) - np.array([0, cut, cut], np.int32)
 
     def _executor_for(self, base: str) -> Executor:
         found = self._executors.get(base)

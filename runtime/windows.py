@@ -38,6 +38,13 @@ def rows_for(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, pad: int)
     return rows if window and rows < n_cells else 0
 
 
+def compacted_rows(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_seq_max: int, pad: int) -> int:
+    """``rows_for`` a session of one sequence; RuntimeRefusal for more, whose windows would need rows of their own."""
+    if n_seq_max > 1:
+        raise RuntimeRefusal(f"compact_windows keeps the window of one sequence, n_seq_max is {n_seq_max}; leave out one of them")
+    return rows_for(caches, n_cells, n_ubatch, pad)
+
+
 def redirected(program: fmt.Program, launch: fmt.Launch, windowed: set[str], inputs: dict[str, fmt.Input]) -> bool:
     """Whether a launch works on compacted caches, so that it reads the inputs named with ``SUFFIX``.
 
