@@ -1,11 +1,13 @@
 """Measuring prompt and decode speed the way llama-bench does, so that its numbers and ours can stand in one table.
 
-``pp N``: N tokens evaluated from an empty cache, logits of the last one. ``tg N``: N tokens evaluated one by one from an empty cache,
-logits of each, no sampling. One unmeasured run of the same kind comes first. Tokens are random, the same for every run.
+``pp N``: N tokens evaluated at once, logits of the last one. ``tg N``: N tokens evaluated one by one, logits of each, no sampling. Both
+start from an empty cache, or (``@ dM``) after M tokens that do not count. One unmeasured run of the same kind comes first. Tokens are
+random, the same for every run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import io
@@ -28,28 +30,54 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Test:
-    """``n_prompt`` tokens at once, or ``n_gen`` tokens one by one (one of them is 0)."""
+    """``n_prompt`` tokens at once, or ``n_gen`` tokens one by one (one of them is 0), after ``n_depth`` tokens."""
 
     n_prompt: int
     n_gen: int
+    n_depth: int = 0
 
     @property
     def name(self) -> str:
-        return f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return test_name(self.n_prompt, self.n_gen, self.n_depth)
 
     @property
     def tokens(self) -> int:
         return self.n_prompt or self.n_gen
 
 
-def tests(n_prompt: Iterable[int], n_gen: Iterable[int]) -> list[Test]:
-    """The tests of lists of prompt and generation lengths; 0 leaves a kind out."""
-    return [Test(n, 0) for n in n_prompt if n] + [Test(0, n) for n in n_gen if n]
+def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
+    """``pp512``, ``tg128 @ d8192``: llama-bench's names."""
+    return (f"pp{n_prompt}" if n_prompt else f"tg{n_gen}") + (f" @ d{n_depth}" if n_depth else "")
+
+
+def tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Iterable[int] = (0,)) -> list[Test]:
+    """The tests of lists of prompt and generation lengths at every depth; a length of 0 leaves a kind out."""
+    return [test for d in n_depth for test in [*(Test(n, 0, d) for n in n_prompt if n), *(Test(0, n, d) for n in n_gen if n)]]
 
 
 def context_for(chosen: Sequence[Test]) -> int:
     """Cells the longest test needs."""
-    return max(test.tokens for test in chosen)
+    return max(test.n_depth + test.tokens for test in chosen)
+
+
+def rewind(session: Session, test: Test, n_batch: int, again: bool = False) -> None:
+    """Leave the tokens before ``test`` in the cache and nothing else; ``again``: they have been evaluated for this test.
+
+    Dropping cells leaves their memory in place, as llama-bench does: no page is touched for the first time while time runs.
+    """
+    import numpy as np
+
+    from ggufc.runtime import RuntimeRefusal
+
+    if again and test.n_depth:
+        # Recurrent state and compacted windows cannot be cut back.
+        with contextlib.suppress(RuntimeRefusal):
+            session.seq_rm(0, test.n_depth, -1)
+            return
+    session.seq_rm(-1)
+    tokens = np.random.default_rng(4321).integers(0, session.n_vocab, test.n_depth, dtype=np.int32)
+    for at in range(0, test.n_depth, n_batch):
+        session.decode(tokens[at : at + n_batch], logits="none")
 
 
 def measure(session: Session, test: Test, repetitions: int, n_batch: int, on_run: Callable[[int], None] = lambda _: None) -> list[int]:
@@ -58,9 +86,8 @@ def measure(session: Session, test: Test, repetitions: int, n_batch: int, on_run
 
     tokens = np.random.default_rng(1234).integers(0, session.n_vocab, test.tokens, dtype=np.int32)
 
-    def once() -> int:
-        # Dropping the cells leaves their memory in place, as llama-bench does: no page is touched for the first time while time runs.
-        session.seq_rm(-1)
+    def once(again: bool = True) -> int:
+        rewind(session, test, n_batch, again)
         start = time.perf_counter_ns()
         if test.n_prompt:
             for at in range(0, test.n_prompt, n_batch):
@@ -71,7 +98,7 @@ def measure(session: Session, test: Test, repetitions: int, n_batch: int, on_run
                 session.decode_view([int(tokens[at])])
         return time.perf_counter_ns() - start
 
-    once()
+    once(again=False)
     samples = []
     for index in range(repetitions):
         samples.append(once())
@@ -86,6 +113,7 @@ def row(test: Test, samples_ns: Sequence[int], facts: Row) -> Row:
         **facts,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
         "test_time": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.fmean(samples_ns)),
         "stddev_ns": round(_deviation(samples_ns)),
@@ -123,7 +151,7 @@ def render(rows: Sequence[Row], form: str) -> str:
 
 def _cells(r: Row) -> tuple[str, ...]:
     params = f"{r['model_n_params'] / 1e6:.2f} M" if r["model_n_params"] else "-"
-    name = f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"
+    name = test_name(r["n_prompt"], r["n_gen"], r["n_depth"])
     return (
         str(r["model_type"]),
         size_words(r["model_size"]),

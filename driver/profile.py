@@ -63,9 +63,11 @@ def record(session: Session, test: Test) -> list[Entry]:
     """Run ``test`` once more and return its launches with their median times; the session was opened with ``profile=True``."""
     import numpy as np
 
+    from ggufc.benchmark import rewind
+
     executor = session.executor
     tokens = np.random.default_rng(1234).integers(0, session.n_vocab, test.tokens, dtype=np.int32)
-    session.seq_rm(-1)
+    rewind(session, test, session.n_batch)
     cycles: list[np.ndarray] = []
     step = min(test.n_prompt, session.n_ubatch) or 1
     start = time.perf_counter()

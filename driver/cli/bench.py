@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @options.model
 @click.option("-p", "--n-prompt", default="512", show_default=True, metavar="N,...", help="Prompt lengths; 0 = none.")
 @click.option("-n", "--n-gen", default="128", show_default=True, metavar="N,...", help="Numbers of tokens to decode; 0 = none.")
+@click.option("-d", "--n-depth", default="0", show_default=True, metavar="N,...", help="Tokens in the cache before a test begins.")
 @click.option("-t", "--threads", default=None, metavar="N,...", help="Thread counts (default: physical cores available).")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of each test.")
 @click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once.")
@@ -32,6 +33,7 @@ def command(
     model: str,
     n_prompt: str,
     n_gen: str,
+    n_depth: str,
     threads: str | None,
     repetitions: int,
     batch_size: int,
@@ -44,7 +46,8 @@ def command(
 ) -> None:
     """Measure tokens per second as llama-bench does.
 
-    ppN evaluates N tokens from an empty cache, tgN decodes N tokens one by one. JSON and CSV rows have llama-bench's field names.
+    ppN evaluates N tokens at once, tgN decodes N tokens one by one, from an empty cache or after -d tokens. JSON and CSV rows have
+    llama-bench's field names.
     """
     from ggufc import benchmark
     from ggufc.cli import terminal
@@ -52,7 +55,7 @@ def command(
     from ggufc.runtime import Session
     from ggufc.runtime.cpuinfo import physical_cores
 
-    chosen = benchmark.tests(benchmark.parse_counts(n_prompt, "-p"), benchmark.parse_counts(n_gen, "-n"))
+    chosen = benchmark.tests(*(benchmark.parse_counts(text, flag) for text, flag in ((n_prompt, "-p"), (n_gen, "-n"), (n_depth, "-d"))))
     if not chosen:
         raise DriverError("-p 0 and -n 0 leave nothing to measure")
     counts = benchmark.parse_counts(threads, "-t", least=1) if threads else [physical_cores()]

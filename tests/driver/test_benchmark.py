@@ -44,6 +44,8 @@ def test_formats() -> None:
     lines = benchmark.render(rows, "md").splitlines()
     assert len({len(line) for line in lines}) == 1, "columns line up"
     assert lines[2] == "| llama 1.00 M Q4_0 | 1.0 MiB | 1.00 M | CPU x   | 2       | pp512 | 512.00 ± 0.00 |"
+    deep = benchmark.render([benchmark.row(benchmark.Test(0, 128, 8192), [10**9], FACTS)], "md")
+    assert "| tg128 @ d8192 |" in deep
     with pytest.raises(DriverError, match="md, json, csv"):
         benchmark.render(rows, "xml")
 
@@ -89,13 +91,22 @@ def engine(folder: Path, speed: float, log: str = "") -> Path:
 def test_compare_alternates_and_prints_medians_and_ratios(compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = compare.Engine("ggufc", (str(engine(tmp_path / "own", 300.0)),))
     peer = compare.parse_peer(f"ik={engine(tmp_path / 'peer', 200.0, log='loading [x]' + chr(10))}", [])
-    speeds = compare.compare([own, peer], "m.gguf", "512", "128", [1, 2], 2, 60)
+    speeds = compare.compare([own, peer], "m.gguf", compare.Sizes("512", "128"), [1, 2], 2, 60)
     order = [line.rsplit(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
     assert order == ["ggufc", "ik", "ggufc", "ik", "ik", "ggufc", "ik", "ggufc"]
     lines = compare.table(speeds, ["ggufc", "ik"]).splitlines()
     assert lines[0] == "| test | threads | ggufc | ik | ggufc / ik |"
     assert lines[2] == "| pp512 | 1 | 300.0 (300.0-300.0) | 200.0 (200.0-200.0) | 1.50 |"
     assert len(lines) == 2 + 4
+    assert compare.depth_table(speeds, ["ggufc", "ik"]) == ""
+
+
+def test_compare_relates_depths(compare) -> None:
+    assert compare.Sizes("0", "64", "128,8192").options() == ["-p", "0", "-n", "64", "-d", "128,8192"]
+    assert "-d" not in compare.Sizes("512", "0").options()
+    assert compare.at_depth("tg64", 8192) == "tg64 @ d8192" and compare.at_depth("tg64", None) == "tg64"
+    speeds = {("tg64 @ d128", 1): {"ggufc": [200.0], "ik": [80.0]}, ("tg64 @ d8192", 1): {"ggufc": [90.0, 100.0, 110.0]}}
+    assert compare.depth_table(speeds, ["ggufc", "ik"]).splitlines()[2:] == ["| tg64 | 1 | d8192 / d128 | 0.50 | - |"]
 
 
 def test_compare_names_what_is_missing(compare, tmp_path: Path) -> None:
@@ -105,4 +116,37 @@ def test_compare_names_what_is_missing(compare, tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho unknown model >&2\nexit 3\n")
     broken.chmod(0o755)
     with pytest.raises(SystemExit, match="ended with 3: unknown model"):
-        list(compare.Engine("peer", (str(broken),)).measure("m", "1", "1", 1, 10))
+        list(compare.Engine("peer", (str(broken),)).measure("m", compare.Sizes("1", "1"), 1, 10))
+
+
+class Recorder:
+    """A session that notes what it is asked to do; ``keeps``: positions can be cut off."""
+
+    n_vocab = 100
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps, self.calls = keeps, []
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        from ggufc.runtime import RuntimeRefusal
+
+        if p0 > 0 and not self.keeps:
+            raise RuntimeRefusal("a recurrent state cannot be cut", soft=True)
+        self.calls.append(("rm", p0))
+
+    def decode(self, tokens, logits: str) -> None:
+        self.calls.append((logits, len(tokens)))
+
+    def decode_view(self, tokens) -> None:
+        self.calls.append(("one", len(tokens)))
+
+
+def test_a_depth_is_evaluated_once_and_cut_back_to() -> None:
+    test = benchmark.Test(0, 1, 5)
+    assert benchmark.context_for([test, benchmark.Test(3, 0)]) == 6
+    session, filled = Recorder(keeps=True), [("rm", -1), ("none", 4), ("none", 1), ("one", 1)]
+    benchmark.measure(session, test, 1, 4)
+    assert session.calls == [*filled, ("rm", 5), ("one", 1)]
+    session = Recorder(keeps=False)
+    benchmark.measure(session, test, 1, 4)
+    assert session.calls == [*filled, *filled]
