@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from .errors import RuntimeRefusal
 
 ALIGNMENT = 64
+_HUGE = 4 << 20
+"""Regions from this size on ask for huge pages: rows of activations and caches lie pages apart, and each page costs a look-up."""
 
 
 def align(n: int, to: int = ALIGNMENT) -> int:
@@ -16,7 +19,7 @@ def align(n: int, to: int = ALIGNMENT) -> int:
 
 
 class Region:
-    """``size`` bytes of anonymous memory: page-aligned, zero on first touch, not resident before it is touched.
+    """``size`` bytes of anonymous memory: page-aligned, zero on first touch, not resident before it is touched (in huge pages if large).
 
     ``bytes`` is the u8 view, ``base`` its address. A guard of one alignment unit follows the last byte for kernels that load whole vectors.
     """
@@ -29,5 +32,8 @@ class Region:
             raise RuntimeRefusal(
                 f"cannot reserve {size / 2**20:.0f} MiB for {purpose} ({error}); use a smaller n_ctx, n_ubatch or n_seq_max"
             ) from None
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # kernels without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(self._map, np.uint8)[:size]
         self.base = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
