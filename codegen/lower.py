@@ -13,6 +13,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul_id, quantize
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
+from ggufc.codegen.lower_hyper import HYPER_MATCHERS
 from ggufc.codegen.lower_operands import item_bytes, refuse_holes, rope_table
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
@@ -69,7 +70,7 @@ class Lowering:
         for node in self.graph.nodes:
             if node in self.claimed:
                 continue
-            for matcher in MATCHERS:
+            for matcher in (*MATCHERS, *HYPER_MATCHERS):
                 fusion = matcher(self, node)
                 if fusion is not None:
                     self.anchors[fusion.anchor] = fusion

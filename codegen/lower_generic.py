@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, select, softmax, strided_matmul
 from ggufc.codegen.kernels.strided import Strided, contiguous
+from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, refuse_holes, rope_table, strided
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.lower_stacked import stacked_product
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 def lower_generic(low: Lowering, node: Node) -> None:
     """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
-    rule = RULES.get(node.op.name) or SPARSE_RULES.get(node.op.name)
+    rule = (RULES | SPARSE_RULES | HYPER_RULES).get(node.op.name)
     if rule is None:
         raise CodegenError(
             f"node {node.name!r}: there is no kernel for the operator {node.op.name}; the model cannot be compiled with this pipeline, but "
             "its graph can be dumped and evaluated by the reference interpreter (ggufc.ir.interpret)"
         )
-    most = (OPERANDS | SPARSE_OPERANDS).get(node.op.name, 1)
+    most = (OPERANDS | SPARSE_OPERANDS | HYPER_OPERANDS).get(node.op.name, 1)
     if len(node.operands) > most:
         raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")
     rule(low, node)

@@ -9,6 +9,7 @@ from ggufc.passes.cse import Cse
 from ggufc.passes.dce import Dce
 from ggufc.passes.fuse_attention import FuseAttention
 from ggufc.passes.fuse_glu import FuseGlu
+from ggufc.passes.fuse_hyper_connections import FuseHyperConnections
 from ggufc.passes.fuse_indexer_topk import FuseIndexerTopk
 from ggufc.passes.fuse_norm import FuseNorm
 from ggufc.passes.fuse_rope import FuseRope
@@ -29,6 +30,7 @@ REGISTRY: dict[str, type[Pass]] = {
         FuseNorm,
         FuseGlu,
         FuseSumRowsExt,
+        FuseHyperConnections,
         FuseIndexerTopk,
         FuseAttention,
         FuseRope,
@@ -44,8 +46,8 @@ REGISTRY: dict[str, type[Pass]] = {
 """Every pass by the name it has in pipelines."""
 
 FUSIONS = (
-    "canonicalize,cse,fuse-norm,fuse-glu,fuse-sum-rows-ext,fuse-indexer-topk,fuse-attention,fuse-rope,merge-qkv,merge-gate-up,"
-    "hoist,cse,dce"
+    "canonicalize,cse,fuse-norm,fuse-glu,fuse-sum-rows-ext,fuse-hyper-connections,fuse-indexer-topk,fuse-attention,fuse-rope,merge-qkv,"
+    "merge-gate-up,hoist,cse,dce"
 )
 """The rewrites of the default pipeline."""
 
