@@ -52,10 +52,10 @@ def do_step(rw: Rewriter, node: Node, m: Match) -> Node | None:
 def do_mix(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """``sum_s read_s x_s``. Read gates that have a matrix beside them become part of ``hc_pre``, others stay what they are."""
     x, read = m["x"], m["read"]
-    if node.attrs["dim"] != 1 or x.type.rank != 3 or x.dtype != "f32" or not isinstance(x.type.ne[1], int):
+    if node.attrs["dim"] != 1 or x.type.rank != 3 or x.dtype != "f32":
         return None
     e, s, n = x.type.ne
-    if read.type.ne != (s, n) or node.operands[0].operands[1].type.ne != (1, s, n):
+    if not isinstance(s, int) or read.type.ne != (s, n) or node.operands[0].operands[1].type.ne != (1, s, n):
         return None
     mixed = rw.add("hc_mix", x, _gates_of_read(rw, read, s) or read)
     return rw.add("reshape", mixed, ne=(e, 1, n))
