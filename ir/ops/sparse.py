@@ -158,8 +158,8 @@ class SparseAttn(Op):
     """Attention of all heads over listed rows that are keys and, in their first ``n_value`` numbers, values.
 
     One softmax covers the rows of ``k`` that a token lists, then those of ``more`` that it lists in ``more_cells`` (all of ``more`` where
-    that is not given), and a logit per head without a value (``sinks``, not scaled; minus infinity for none). A token that sees nothing
-    gets zeros.
+    that is not given), and a logit per head without a value (``sinks``, not scaled; with lists only). A token that sees nothing gets
+    zeros. Rows of one kind alone are ``flash_attn``'s.
     """
 
     name = "sparse_attn"
@@ -168,33 +168,32 @@ class SparseAttn(Op):
         Operand("k", "cached rows [D, C]", "any", min_rank=2, max_rank=2),
         _CELLS,
         _VIS,
-        Operand("sinks", "one more logit per head [H]", max_rank=1, optional=True),
-        Operand("more", "rows of a second kind [D, N]", "any", min_rank=2, max_rank=2, optional=True),
+        Operand("more", "rows of a second kind [D, N]", "any", min_rank=2, max_rank=2),
         Operand("more_cells", "lists of those [R2]", "i32", max_rank=1, optional=True),
         Operand("more_vis", "(base, lo, hi) per token [3, T]", "i32", min_rank=2, max_rank=2, optional=True),
+        Operand("sinks", "one more logit per head [H]", max_rank=1, optional=True),
     )
     attrs = (Attr("scale", "float", "factor of the scores"), Attr("n_value", "int", "numbers of a row that are its value"))
 
     def infer(self, operands: Sequence[Node], attrs: Mapping[str, Any]) -> TensorType:
-        q, k, _, vis, *rest = (o.type for o in operands)
-        if k.ne[0] != q.ne[0] or (len(rest) > 1 and rest[1].ne[0] != q.ne[0]):
+        q, k, _, vis, more, *lists = (o.type for o in operands)
+        if k.ne[0] != q.ne[0] or more.ne[0] != q.ne[0]:
             raise IRError(f"sparse_attn: rows must have the {q.ne[0]} numbers of the queries {q}.")
-        if rest and rest[0].ne[0] != q.ne[1]:
-            raise IRError(f"sparse_attn: sinks {rest[0]} must hold one logit for each of the {q.ne[1]} heads.")
-        if len(rest) == 3:
+        if len(lists) == 1:
             raise IRError("sparse_attn: more_cells needs more_vis as well.")
+        if len(lists) == 3 and lists[2].ne[0] != q.ne[1]:
+            raise IRError(f"sparse_attn: sinks {lists[2]} must hold one logit for each of the {q.ne[1]} heads.")
         if not isinstance(q.ne[0], int) or not 1 <= attrs["n_value"] <= q.ne[0]:
             raise IRError(f"sparse_attn: n_value = {attrs['n_value']} must lie between 1 and the row length {q.ne[0]}.")
-        for lists in (vis, *rest[3:]):
-            _check_columns("sparse_attn", lists, q.ne[2])
+        for columns in (vis, *lists[1:2]):
+            _check_columns("sparse_attn", columns, q.ne[2])
         return TensorType("f32", (attrs["n_value"], *q.ne[1:]))
 
     def evaluate(self, call: Call) -> np.ndarray:
-        q, k, cells, vis, *rest = call.args
-        more = rest[1] if len(rest) > 1 else np.zeros((0, q.shape[2]), np.float32)
+        q, k, cells, vis, more, *rest = call.args
         first = listed_rows("sparse_attn", cells, vis, k.shape[0])
-        second = listed_rows("sparse_attn", rest[2], rest[3], more.shape[0]) if len(rest) > 2 else [np.arange(len(more))] * len(q)
-        sinks = rest[0].astype(np.float64)[:, None] if rest else None
+        second = listed_rows("sparse_attn", rest[0], rest[1], more.shape[0]) if rest else [np.arange(len(more))] * len(q)
+        sinks = rest[2].astype(np.float64)[:, None] if len(rest) > 2 else None
         out = np.zeros(call.shape, np.float32)
         for t, (mine, others) in enumerate(zip(first, second)):
             rows = np.concatenate([k[mine], more[others]]).astype(np.float64)

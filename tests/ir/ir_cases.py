@@ -347,7 +347,7 @@ def _sparse_attn(draw: Draw, g: Graph, op: str) -> Node:
     d, heads = draw(SIZE), draw(SIZE)
     q = _tokens_of(g, leaf(draw, g, ne=(d, heads, 1)))
     k = g.cache(f"c{len(g.nodes)}", tt(draw(PLAIN), d, C))
-    extra = [leaf(draw, g, ne=(heads,)), leaf(draw, g, ne=(d, 8)), i["kv_cells"], i["visible"]][: draw(st.sampled_from([0, 1, 2, 4]))]
+    extra = [leaf(draw, g, ne=(d, 8)), i["kv_cells"], i["visible"], leaf(draw, g, ne=(heads,))][: draw(st.sampled_from([1, 3, 4]))]
     return g.add(op, q, k, i["kv_cells"], i["visible"], *extra, scale=draw(NUMBER), n_value=draw(st.integers(1, d)))
 
 

@@ -209,8 +209,10 @@ def test_attention_over_listed_rows_equals_masked_attention(dtype):  # S56: rows
     weight = lambda name, a, kind="f32": g.weight(name, tt(kind, *a.shape[::-1]))  # noqa: E731
     qn, kn, mn, sn = weight("q", q), weight("k", rows, dtype), weight("more", more), weight("sinks", sinks)
     cells, vis = weight("cells", CELLS, "i32"), weight("vis", VIS, "i32")
-    values = {"q": q, "k": rows, "more": more, "sinks": sinks, "cells": CELLS, "vis": VIS}
-    fused = run(g, g.add("sparse_attn", qn, kn, cells, vis, sn, mn, scale=0.25, n_value=24), values)
+    all_of, spans = np.arange(3, dtype=np.int32), np.array([[0, 0, 3]] * 4, np.int32)
+    second = weight("all", all_of, "i32"), weight("spans", spans, "i32"), sn
+    values = {"q": q, "k": rows, "more": more, "sinks": sinks, "cells": CELLS, "vis": VIS, "all": all_of, "spans": spans}
+    fused = run(g, g.add("sparse_attn", qn, kn, cells, vis, mn, *second, scale=0.25, n_value=24), values)
     kf = g.add("cast", kn, dtype="f32")
     both = g.add("concat", kf, mn, dim=1)
     s = g.add("mul_mat", both, g.add("permute", qn, axes=(0, 2, 1)))
@@ -222,10 +224,13 @@ def test_attention_over_listed_rows_equals_masked_attention(dtype):  # S56: rows
     close(fused, masked, 1e-5)
     index = g.add("mask_to_index", mask, k=n)
     lists = g.add("reshape", index, ne=(n * 4,))
-    by_index = g.add("sparse_attn", qn, kn, lists, g.add("list_spans", index), sn, mn, scale=0.25, n_value=24)
+    by_index = g.add("sparse_attn", qn, kn, lists, g.add("list_spans", index), mn, *second, scale=0.25, n_value=24)
     close(run(g, by_index, values), masked, 1e-5)
-    alone = g.add("sparse_attn", qn, kn, cells, vis, scale=0.25, n_value=24)
-    assert (run(g, alone, values)[3] == 0).all()
+    whole, listed = (g.add("sparse_attn", qn, kn, cells, vis, mn, *lists, scale=0.25, n_value=24) for lists in ((), second[:2]))
+    assert np.array_equal(run(g, whole, values), run(g, listed, values))
+    nothing = g.add("sparse_attn", qn, kn, cells, vis, mn, cells, vis, scale=0.25, n_value=24)
+    values["cells"] = np.minimum(CELLS, 2)
+    assert (run(g, nothing, values)[3] == 0).all()
 
 
 def test_index_lists_are_ascending_and_padded():
@@ -248,13 +253,17 @@ REFUSED = {
     "indexer_topk": ([(8, 3, 2), (3, 2), (7, 5), (4, "i"), (3, 2, "i")], {"k": 2}, "do not fit"),
     "indexer_topk k": ([(8, 3, 2), (3, 2), (8, 5), (4, "i"), (3, 2, "i")], {"k": 0}, "at least 1"),
     "mask_to_index": ([(8, 3)], {"k": 0}, "at least 1"),
-    "sparse_attn": ([(8, 3, 2), (7, 5), (4, "i"), (3, 2, "i")], {"scale": 1.0, "n_value": 8}, "numbers of the queries"),
-    "sparse_attn value": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i")], {"scale": 1.0, "n_value": 9}, "n_value = 9"),
-    "sparse_attn sinks": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (2,)], {"scale": 1.0, "n_value": 8}, "each of the 3 heads"),
-    "sparse_attn lists": (
-        [(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (3,), (8, 2), (4, "i")], {"scale": 1.0, "n_value": 8}, "needs more_vis"
+    "sparse_attn": ([(8, 3, 2), (7, 5), (4, "i"), (3, 2, "i"), (8, 1)], {"scale": 1.0, "n_value": 8}, "numbers of the queries"),
+    "sparse_attn more": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (7, 1)], {"scale": 1.0, "n_value": 8}, "numbers of the queries"),
+    "sparse_attn value": ([(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (8, 1)], {"scale": 1.0, "n_value": 9}, "n_value = 9"),
+    "sparse_attn sinks": (
+        [(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (8, 1), (4, "i"), (3, 2, "i"), (2,)], {"scale": 1.0, "n_value": 8},
+        "each of the 3 heads",
     ),
-    "sparse_attn vis": ([(8, 3, 2), (8, 5), (4, "i"), (3, 3, "i")], {"scale": 1.0, "n_value": 8}, "each of the 2 tokens"),
+    "sparse_attn lists": (
+        [(8, 3, 2), (8, 5), (4, "i"), (3, 2, "i"), (8, 2), (4, "i")], {"scale": 1.0, "n_value": 8}, "needs more_vis"
+    ),
+    "sparse_attn vis": ([(8, 3, 2), (8, 5), (4, "i"), (3, 3, "i"), (8, 1)], {"scale": 1.0, "n_value": 8}, "each of the 2 tokens"),
 }  # fmt: skip
 
 
@@ -270,8 +279,8 @@ def test_shapes_that_do_not_fit_are_refused(case):
 def test_rows_that_do_not_exist_are_refused():
     q, keys, w = normal(4, 3, 8), normal(7, 8), normal(4, 3)
     with pytest.raises(IRError, match=r"row 7, but there are rows 0\.\.6"):
-        apply("sparse_attn", q, keys, CELLS, VIS, scale=1.0, n_value=8)
+        apply("sparse_attn", q, keys, CELLS, VIS, keys, scale=1.0, n_value=8)
     with pytest.raises(IRError, match=r"row -2, but"):
         apply("indexer_topk", q, w, keys, np.where(CELLS == 7, -2, CELLS), VIS, k=2)
     with pytest.raises(IRError, match=r"entries 8\.\.12 of a list with 11"):
-        apply("sparse_attn", q, normal(8, 8), CELLS, np.array([[8, 0, 4]] * 4), scale=1.0, n_value=8)
+        apply("sparse_attn", q, normal(8, 8), CELLS, np.array([[8, 0, 4]] * 4), keys, scale=1.0, n_value=8)

@@ -86,17 +86,12 @@ def test_streams_with_epsilon(deepseek: dict[str, np.ndarray]) -> None:  # S47, 
     close(apply("hc_mix", v["blk.0.hc_ffn.out"], g), v[f"{site}.in"])
 
 
-def nothing(heads: int) -> np.ndarray:
-    """Sinks that add nothing."""
-    return np.full(heads, -np.inf, np.float32)
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_attention_over_a_window_with_learned_sinks(pangu: dict[str, np.ndarray], layer: int) -> None:  # S91
     v, name = pangu, f"blk.{layer}"
     q = v[f"{name}.attn_q.rows"].transpose(1, 0, 2)
     out = apply(
-        "sparse_attn", q, v[f"{name}.k.store"], v["kv_cells"], v["visible_w8"], nothing(q.shape[1]), v[f"{name}.attn_param_sink.rows"],
+        "sparse_attn", q, v[f"{name}.k.store"], v["kv_cells"], v["visible_w8"], v[f"{name}.attn_param_sink.rows"],
         scale=32**-0.5, n_value=48,
     )  # fmt: skip
     close(out.transpose(1, 0, 2), v[f"{name}.kqv.latents"])
@@ -122,7 +117,7 @@ def test_attention_over_chosen_rows_with_learned_sinks(pangu: dict[str, np.ndarr
         assert set(mine.tolist()) == set(composed.tolist())
     q = v[f"{name}.attn_q.rows"].transpose(1, 0, 2)
     out = apply(
-        "sparse_attn", q, v[f"{name}.k.store"], rows.reshape(-1), apply("list_spans", rows), nothing(q.shape[1]),
+        "sparse_attn", q, v[f"{name}.k.store"], rows.reshape(-1), apply("list_spans", rows),
         v[f"{name}.attn_param_sink.rows"], scale=32**-0.5, n_value=48,
     )  # fmt: skip
     close(out.transpose(1, 0, 2), v[f"{name}.kqv.latents"])
@@ -149,8 +144,8 @@ def test_attention_over_raw_rows_and_entries(deepseek: dict[str, np.ndarray], ra
         cells, spans = rows.reshape(-1), apply("list_spans", rows)
     q = v[f"{name}.attn_q.permuted"].transpose(1, 0, 2)
     out = apply(
-        "sparse_attn", q, v[f"{name}.k.store"], v["kv_cells"], v["visible_w24"], v[f"{name}.attn_sinks.weight"],
-        v[f"{name}.entries.store"], cells, spans, scale=q.shape[2] ** -0.5, n_value=q.shape[2],
+        "sparse_attn", q, v[f"{name}.k.store"], v["kv_cells"], v["visible_w24"], v[f"{name}.entries.store"],
+        cells, spans, v[f"{name}.attn_sinks.weight"], scale=q.shape[2] ** -0.5, n_value=q.shape[2],
     )  # fmt: skip
     close(out.transpose(1, 0, 2), v[f"{name}.kqv.sum"])
     assert spans[:, 2].max() > 0
