@@ -100,7 +100,7 @@ def tensors(file: GGUFFile) -> list[Data]:
 
 def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: int = 1) -> Data:
     """An artifact: sections, code, caches and every program's buffers at the given limits."""
-    from ggufc.runtime.executor import Limits, pad
+    from ggufc.runtime.binding import Limits, pad
 
     manifest = artifact.manifest
     limits = Limits(n_ubatch, pad(n_ctx), n_seq_max)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from .batch import Batch, Visibility
+from .binding import BoundProgram
 from .errors import RuntimeRefusal
-from .executor import Executor
 from .state_inputs import SHAPES, StateStep
 from .windows import SUFFIX, WindowRows
 
 
-def fill(executor: Executor, part: Batch, slots: np.ndarray, seen: Visibility, states: StateStep | None) -> None:
+def fill(executor: BoundProgram, part: Batch, slots: np.ndarray, seen: Visibility, states: StateStep | None) -> None:
     """Every input of the program for the tokens ``part``, written to the cells ``slots`` i32 [T] and seeing what ``seen`` lists.
 
     RuntimeRefusal for an input of a kind nobody here can fill.
@@ -47,7 +47,7 @@ def fill(executor: Executor, part: Batch, slots: np.ndarray, seen: Visibility, s
             )
 
 
-def fill_windows(windows: WindowRows, executor: Executor, part: Batch, cells: np.ndarray, seen: Visibility) -> None:
+def fill_windows(windows: WindowRows, executor: BoundProgram, part: Batch, cells: np.ndarray, seen: Visibility) -> None:
     """The inputs of launches on compacted caches, for tokens just inserted into the ``cells`` i32 [T]."""
     n = len(part)
     slots = windows.take(cells, int(part.pos[0]))

@@ -23,8 +23,9 @@ from ggufc.formats import artifact as fmt
 from . import inputs, kshift, programs, windows
 from .artifact import Artifact
 from .batch import Batch, make_batch, next_token, sizes, visibility
+from .binding import CACHE_PAD, BoundProgram, pad
 from .errors import RuntimeRefusal
-from .executor import CACHE_PAD, Executor, pad
+from .executor import Executor
 from .history import TokenHistory
 from .kvcells import KVCells
 from .rows import of_cells
@@ -71,7 +72,7 @@ class Session:
         profile: bool = False,
         defrag_threshold: float = -1.0,
         compact_windows: bool = False,
-        executor: Callable[..., Executor] = Executor,
+        executor: Callable[..., BoundProgram] = Executor,
     ) -> None:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
             if value is not None and not (low <= value <= 1 << 24):
@@ -96,11 +97,8 @@ class Session:
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
             chosen = programs.choose(self.artifact, first, self.sizes)
             self.states = SequenceStates(manifest.caches, pad(self.n_ctx), n_seq_max)
-            if self.states and (executor is not Executor or compact_windows):
-                raise RuntimeRefusal(
-                    "this model keeps state per sequence, which is for caches of full length in host memory; leave out the device and "
-                    "compact_windows"
-                )
+            if self.states and compact_windows:
+                raise RuntimeRefusal("this model keeps state per sequence, which is for caches of full length; leave out compact_windows")
             self._make_executor = executor
             extra = {"window_rows": rows} if (rows := self._compacted(executor) if compact_windows else 0) else {}
             self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)
@@ -118,7 +116,7 @@ class Session:
             self.window_rows = WindowRows(self.cells, extra["window_rows"], widest)
         self._closed = False
 
-    def _compacted(self, executor: Callable[..., Executor]) -> int:
+    def _compacted(self, executor: Callable[..., BoundProgram]) -> int:
         """Rows of compacted window caches; 0, with a warning, where there is nothing to gain."""
         if executor is not Executor:
             raise RuntimeRefusal("compact_windows is for caches in host memory; leave it out on a device")
@@ -269,7 +267,7 @@ class Session:
             self.history.clear()  # what was stored depends on the tokens that followed
         self.stats.count(len(batch), time.perf_counter() - began, _one_each(batch, self.n_seq_max))
 
-    def _evaluate(self, executor: Executor, part: Batch, slots: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
+    def _evaluate(self, executor: BoundProgram, part: Batch, slots: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
         """Fill the inputs for one micro-batch inserted into the cells ``slots``, run it, hand over the wanted rows."""
         n, wanted = len(part), len(part.wanted)
         seen = visibility(self.cells, part, self.causal)
@@ -285,7 +283,7 @@ class Session:
         if wanted:
             take(executor.output("logits"))
 
-    def _executor_for(self, base: str) -> Executor:
+    def _executor_for(self, base: str) -> BoundProgram:
         found = self._executors.get(base)
         if found is None:
             program = programs.choose(self.artifact, base, self.sizes)
@@ -417,7 +415,7 @@ class Session:
                 self.states.next[seq] = 0
                 for cache in self.states.specs:
                     first, n = self.states.part(cache, seq)
-                    stores.view(cache.name)[first : first + n] = 0
+                    stores.clear_rows(cache.name, first, n)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move positions [p0, p1) by ``delta``; stored keys are rotated before the next decode. Soft refusal if they cannot be."""
@@ -531,7 +529,7 @@ class Session:
         return self._executor.n_threads
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> BoundProgram:
         """The executor of token programs: memory sizes and profile."""
         return self._executor
 

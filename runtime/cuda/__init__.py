@@ -15,10 +15,10 @@ from functools import partial
 from importlib.util import find_spec
 
 from ggufc.runtime.errors import RuntimeRefusal
-from ggufc.runtime.executor import Executor
 
 from .device import Device
-from .executor import CudaExecutor, Progress
+from .executor import CudaExecutor
+from .weights import Progress
 
 __all__ = ["CudaExecutor", "Device", "device_names", "on_device", "open_device"]
 
@@ -57,6 +57,6 @@ def device_names() -> list[str]:
     return device_names()
 
 
-def on_device(device: Device, progress: Progress | None = None) -> Callable[..., Executor]:
+def on_device(device: Device, progress: Progress | None = None) -> Callable[..., CudaExecutor]:
     """What makes a session run on ``device``: its ``executor`` argument."""
     return partial(CudaExecutor, device=device, progress=progress)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
-from ggufc.formats import artifact as fmt
-from ggufc.runtime.memory import align
-from ggufc.runtime.rows import CacheRows, row_bytes
+from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.caches import CacheLayout
+from ggufc.runtime.rows import CacheRows, of_cells
 
 from .device import Device
-
-_ALIGN = 256
+from .pool import ALIGNMENT
 
 
 class DevicePart:
@@ -38,26 +39,24 @@ def _runs(cells: np.ndarray) -> list[tuple[int, int]]:
     return list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(cells)]))
 
 
-class DeviceCaches:
-    """The persistent buffers of an artifact on a device, zero-filled; a ``runtime.rows.Store``."""
+class DeviceCaches(CacheLayout):
+    """The caches ``only`` names (all by default) on a device, zero-filled."""
 
-    def __init__(self, caches: list[fmt.Cache], n_cells: int, device: Device) -> None:
-        self.n_cells, self.device = n_cells, device
-        self.specs = {cache.name: cache for cache in caches}
-        self.row_bytes = {cache.name: row_bytes(cache) for cache in caches}
-        self.offsets: dict[str, int] = {}
-        self.size = 0
-        for name, width in self.row_bytes.items():
-            self.offsets[name] = self.size
-            self.size += align(width * n_cells, _ALIGN)
+    def __init__(self, artifact: Artifact, n_cells: int, device: Device, n_seq_max: int = 1, only: Collection[str] | None = None) -> None:
+        super().__init__(artifact, n_cells, 0, n_seq_max, only, ALIGNMENT)
+        self.device = device
         self.base = device.alloc(self.size)
         device.fill(self.base, self.size)
 
     def rows(self, name: str) -> CacheRows:
+        """The rows of one cache."""
         return CacheRows(self.specs[name], [DevicePart(self.device, self.base + self.offsets[name], self.row_bytes[name])])
 
     def clear(self, n_rows: int | None = None) -> None:
-        """Zero the first ``n_rows`` rows of every cache (all by default)."""
-        count = self.n_cells if n_rows is None else n_rows
-        for name, width in self.row_bytes.items():
-            self.device.fill(self.base + self.offsets[name], width * count)
+        """Zero the first ``n_rows`` cells of every cache (all by default), and everything that belongs to sequences."""
+        for name, spec in self.specs.items():
+            self.clear_rows(name, 0, self.n_rows[name] if n_rows is None or not of_cells(spec) else n_rows)
+
+    def clear_rows(self, name: str, first: int, n: int) -> None:
+        """Zero ``n`` rows of one cache."""
+        self.device.fill(self.base + self.offsets[name] + first * self.row_bytes[name], self.row_bytes[name] * n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ class Device(Protocol):
     name: str
     capability: int
     """90 for sm_90."""
+    graphs: bool
+    """Whether calls can be recorded."""
 
     def free_memory(self) -> int:
         """Bytes that can be allocated."""
@@ -35,6 +37,12 @@ class Device(Protocol):
     def download(self, address: int, into: np.ndarray) -> None:
         """Copy to a contiguous array; complete on return."""
 
+    def send(self, address: int, data: np.ndarray) -> None:
+        """Copy (part of) a ``host_array`` to the device when its turn comes; it must not change before ``synchronize``."""
+
+    def receive(self, address: int, into: np.ndarray) -> None:
+        """Copy to (part of) a ``host_array`` when its turn comes; complete after ``synchronize``."""
+
     def fill(self, address: int, size: int) -> None:
         """Zero ``size`` bytes."""
 
@@ -49,6 +57,17 @@ class Device(Protocol):
 
     def launch(self, function: Any, grid: int, block: int, words: Sequence[int]) -> None:
         """Start ``grid`` x ``block`` threads with 64-bit arguments."""
+
+    def record(self, issue: Callable[[], None]) -> Any:
+        """A recording of the ``launch``, ``send``, ``receive`` and ``fill`` calls that ``issue`` makes, none of which is carried out.
+        RuntimeRefusal, with nothing left half recorded, if there can be none.
+        """
+
+    def replay(self, recording: Any) -> None:
+        """Do what was recorded, with what memory holds now."""
+
+    def drop(self, recording: Any) -> None:
+        """Free a recording."""
 
     def synchronize(self) -> None: ...
 

@@ -1,75 +1,77 @@
 """The executor on a GPU: the same programs, inputs and outputs as ``runtime.executor.Executor``, with memory and launches on a device.
 
-Weights go to the device once and are shared by the programs of an artifact. A micro-batch uploads its inputs and the graph's symbols,
-starts the entries of every launch in order on one stream, and fetches the outputs. Attention needs extra memory for partial results; where
-its budget is too small for all tokens, the tokens go through it in slices, which changes no bit.
+Weights go to the device once and are shared (``weights``). A micro-batch copies its inputs and the graph's symbols from pinned memory,
+starts the entries of every launch in order on one stream, and copies the outputs to pinned memory; the whole of it is recorded and replayed
+where the device can (``recordings``). Attention needs extra memory for partial results; where its budget is too small for all tokens, the
+tokens go through it in slices, which changes no bit.
+
+An executor may hold only some stretches of a program's launches (``Piece``): those of offloaded layers (``offload``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ggufc.formats import abi, cuda
+from ggufc.formats import abi
 from ggufc.formats import artifact as fmt
-from ggufc.formats.errors import ArtifactError
 from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.binding import NUMPY, Binding, Limits, pad
+from ggufc.runtime.caches import CacheLayout
 from ggufc.runtime.errors import RuntimeRefusal
-from ggufc.runtime.executor import Executor, Limits, pad
 from ggufc.runtime.memory import align
-from ggufc.runtime.rows import of_cells, row_bytes
 
 from .caches import DeviceCaches
 from .code import LoadedCode, load_code
 from .device import Device, megabytes
+from .launches import Launches
+from .pool import ALIGNMENT
+from .recordings import Recordings
+from .weights import DeviceWeights, Progress, hold
 
-_ALIGN = 256
-EXTRA_BUDGET = 64 << 20
-"""Bytes for attention's partial results; more only where a single token needs more."""
 _SLACK = 64 << 20
 """What drivers and contexts take beside our buffers."""
-_UPLOAD_CHUNK = 64 << 20
 
-_STATES = "this model keeps state per sequence, which GPUs do not hold yet; run it on the CPU"
 
-Progress = Callable[[int, int], None]
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of launches; activation slots copied to the device before it and from it afterwards."""
+
+    launches: range
+    incoming: tuple[int, ...] = ()
+    outgoing: tuple[int, ...] = ()
 
 
 @dataclass
 class _Shared:
-    """What the executors of one artifact share: the device, its code and caches, weights by name, and the owner's open state."""
+    """What the executors of one session share: the device, its code, caches and weights, and whether the owner is open."""
 
     device: Device
     code: LoadedCode
     caches: DeviceCaches
-    weights: dict[str, tuple[int, int]] = field(default_factory=dict)
+    weights: DeviceWeights
+    others: list[CudaExecutor] = field(default_factory=list)
     closed: bool = False
 
 
 @dataclass
-class _Place:
-    """Device memory by address; stands where the CPU executor has a ``Region``."""
+class _Buffer:
+    """Device memory and, for what is exchanged with the host, its pinned counterpart."""
 
-    base: int
-    size: int
-
-
-class _NoImage:
-    """Kernels are numbers on the device: their addresses in the native image do not matter."""
-
-    def address(self, offset: int) -> int:
-        return 0
+    address: int
+    host: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
 
-class CudaExecutor(Executor):
+class CudaExecutor(Binding):
     """One program of an artifact on ``device``. Other arguments are those of ``Executor``; ``n_threads`` is accepted and means nothing.
 
-    ``progress(done, total)`` reports the upload of weights in bytes. RuntimeRefusal, before anything is allocated, if memory does not
-    suffice. The device stays the caller's: closing the executor frees its memory only.
+    ``progress(done, total)`` reports the upload of weights in bytes. ``pieces`` are the stretches of launches that run here (all by
+    default), ``caches`` the caches they need. RuntimeRefusal, before anything is allocated, if memory does not suffice. The device stays
+    the caller's: closing the executor frees its memory only.
     """
 
     def __init__(
@@ -80,47 +82,52 @@ class CudaExecutor(Executor):
         n_ctx: int = 4096,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
-        share: Executor | None = None,
+        share: CudaExecutor | None = None,
         profile: bool = False,
         device: Device | None = None,
         progress: Progress | None = None,
+        pieces: Sequence[Piece] | None = None,
+        caches: Collection[str] | None = None,
     ) -> None:
-        self.artifact = artifact
-        if not all(of_cells(cache) for cache in artifact.manifest.caches):
-            raise RuntimeRefusal(f"{artifact.path}: {_STATES}")
-        self.program = artifact.program(program)
-        self.image = _NoImage()  # type: ignore[assignment]
-        self._marks: list[Any] | None = None
         self._owned: list[int] = []
-        self._first_arg: list[int] = []
-        self.n_evals = 0
         self._owner = share is None
+        self._marks: list[Any] | None = None
         if share is None:
             if device is None:
                 raise RuntimeRefusal("a CUDA executor needs a device; open one with ggufc.runtime.cuda.open_device()")
-            self.limits = Limits(n_ubatch, pad(n_ctx), n_seq_max)
-            code = load_code(artifact, device)
-            self._device, self._code = device, code
-            self._check_memory(cached=0)
-            self._shared = _Shared(device, code, DeviceCaches(artifact.manifest.caches, self.limits.n_cells, device))
-            self._owned.append(self._shared.caches.base)
+            self._device, self._code, limits = device, load_code(artifact, device), Limits(n_ubatch, pad(n_ctx), n_seq_max)
         else:
             if not isinstance(share, CudaExecutor):
                 raise RuntimeRefusal("a CUDA executor can share memory with another CUDA executor only")
-            self.limits, self._shared = share.limits, share._shared
-            self._device, self._code = self._shared.device, self._shared.code
-            self._check_memory(cached=self._shared.caches.size)
-        self.caches = self._shared.caches  # type: ignore[assignment]
-        self._max_list = self.limits.env()["R"]
+            self._device, self._code, limits = share._device, share._code, share.limits
+        own = None if pieces is None else frozenset(i for piece in pieces for i in piece.launches)
+        self._describe(artifact, program, limits, own, ALIGNMENT)
+        self._pieces = [Piece(range(len(self.program.launches)))] if pieces is None else list(pieces)
+        self._launches = Launches(self._device, self._code, self.program, self.own, artifact.path)
+        weights = hold(self._device, artifact)
         try:
+            layout = CacheLayout(artifact, limits.n_cells, 0, n_seq_max, caches, ALIGNMENT) if share is None else None
+            self._check_memory(weights, layout)
+            if share is None:
+                shared = DeviceCaches(artifact, limits.n_cells, self._device, n_seq_max, caches)
+                self._owned.append(shared.base)
+                self._shared = _Shared(self._device, self._code, shared, weights)
+            else:
+                self._shared = share._shared
+            self.caches = self._shared.caches
             self._allocate()
-            self._upload_weights(progress)
+            weights.upload(artifact, self.names("weight"), progress)
             self._bind()
+            self._recordings = Recordings(self._device)
             if profile:
                 self.enable_profile()
         except BaseException:
-            self.close()
+            self._free()
+            weights.release()
             raise
+        self._weights: DeviceWeights | None = weights
+        if share is not None:
+            self._shared.others.append(self)
 
     @property
     def n_threads(self) -> int:
@@ -131,48 +138,34 @@ class CudaExecutor(Executor):
         """Architecture of the code in use, such as ``sm_90``."""
         return self._code.target
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    @property
+    def recordings(self) -> Recordings:
+        """The recorded micro-batches, for measurements."""
+        return self._recordings
 
-    def _weight_names(self) -> list[str]:
-        return list(dict.fromkeys(arg.name for launch in self.program.launches for arg in launch.args if arg.kind == "weight"))
+    # Memory
 
-    def _sizes(self) -> dict[str, int]:
-        """Bytes this program needs on the device, by purpose (caches excluded)."""
-        slots = sum(align(max(self._size(slot.sizes, f"slot {i}"), default=0), _ALIGN) for i, slot in enumerate(self.program.slots))
-        ends = [spec.ne for spec in self.program.inputs] + list(self.program.outputs.values())
-        edges = sum(align(4 * math.prod(self._size(ne, "an input or output")), _ALIGN) for ne in ends)
-        return {"activations": slots, "inputs and outputs": edges, "attention": self._extra_size()}
+    def _exchanged(self) -> dict[tuple[str, str], tuple[int, str]]:
+        """(bytes at the limits, dtype) of inputs that own launches read and outputs they write."""
+        inputs, outputs = set(self.names("input")), set(self.names("output"))
+        found = {("input", s.name): (4 * self._input_values(s), s.dtype) for s in self.program.inputs if s.name in inputs}
+        return found | {("output", name): (4 * self._output_values(name), "f32") for name in self.program.outputs if name in outputs}
 
-    def _extra_size(self) -> int:
-        """Extra memory: the budget, less if the largest batch needs less, more if one token does."""
-        env = self.limits.env()
-        most = 0
-        for launch in self.program.launches:
-            kernel = self._kernel(launch.kernel)
-            per_token = kernel.extra_bytes * -(-env["R"] // kernel.extra_div)
-            most = max(most, per_token, min(per_token * env["T"], EXTRA_BUDGET))
-        return most
-
-    def _kernel(self, index: int) -> cuda.CudaKernel:
-        kernels = self._code.manifest.kernels
-        if not 0 <= index < len(kernels):
-            raise ArtifactError(f"{self.artifact.path}: a launch refers to kernel {index} of {len(kernels)}; compile the model again")
-        return kernels[index]
-
-    def _check_memory(self, cached: int) -> None:
-        """Refuse before allocating, with the sum that was needed."""
-        manifest = self.artifact.manifest
-        held = self._shared.weights if not self._owner else {}
-        sizes = {"weights": sum(self.artifact.file.data(name).size for name in self._weight_names() if name not in held)}
-        if not cached:
-            sizes["caches"] = sum(align(row_bytes(cache) * self.limits.n_cells, _ALIGN) for cache in manifest.caches)
-        sizes.update(self._sizes())
+    def _check_memory(self, weights: DeviceWeights, caches: CacheLayout | None) -> None:
+        """Refuse before allocating, with the sum that was needed. ``caches`` None: they are there already."""
+        data = self.artifact.file.data
+        sizes = {"weights": sum(data(name).size for name in weights.missing(self.names("weight")))}
+        if caches is not None:
+            sizes["caches"] = caches.size
+        sizes["activations"] = self.arena_bytes
+        sizes["inputs and outputs"] = sum(align(size, ALIGNMENT) for size, _ in self._exchanged().values())
+        sizes["attention"] = self._launches.extra_size(self._most)
         needed, free = sum(sizes.values()) + _SLACK, self._device.free_memory()
         if needed > free:
             parts = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
             raise RuntimeRefusal(
                 f"{self._device.name} has {megabytes(free)} free, {megabytes(needed)} are needed ({parts}); use a smaller n_ctx or "
-                "n_ubatch, a smaller cache type, or run on the CPU"
+                "n_ubatch, a smaller cache type, fewer layers on the device (-ngl), or run on the CPU"
             )
 
     def _alloc(self, size: int) -> int:
@@ -181,146 +174,111 @@ class CudaExecutor(Executor):
         return address
 
     def _allocate(self) -> None:
-        device, program = self._device, self.program
-        self._slot_bytes = [max(self._size(slot.sizes, f"slot {i}"), default=0) for i, slot in enumerate(program.slots)]
-        self._slot_offset, total = [], 0
-        for size in self._slot_bytes:
-            self._slot_offset.append(total)
-            total += align(size, _ALIGN)
-        self.arena_bytes = total
-        self._arena = _Place(self._alloc(total), total)  # type: ignore[assignment]
-        self._extra = _Place(0, self._extra_size())
-        if self._extra.size:
-            self._extra.base = self._alloc(self._extra.size)
-        self._symbols = self._alloc(8 * len(abi.PARAMS))
-        self.inputs: dict[str, np.ndarray] = {}
-        self.input_specs = {spec.name: spec for spec in program.inputs}
-        self._places: dict[tuple[str, str], tuple[int, int]] = {}
-        self._host_outputs: dict[str, np.ndarray] = {}
-        for spec in program.inputs:
-            size = 4 * self._input_values(spec)
-            self._places["input", spec.name] = (self._alloc(size), size)
-            self.inputs[spec.name] = device.host_array(size).view(np.float32 if spec.dtype == "f32" else np.int32)
-        for name in program.outputs:
-            size = 4 * self._output_values(name)
-            self._places["output", name] = (self._alloc(size), size)
-            self._host_outputs[name] = device.host_array(size).view(np.float32)
+        device = self._device
+        self._arena_base = self._alloc(self.arena_bytes)
+        self._extra_size = self._launches.extra_size(self._most)
+        self._extra = self._alloc(self._extra_size) if self._extra_size else 0
+        symbols = device.host_array(8 * len(abi.PARAMS))
+        symbols[:] = self.params.view(np.uint8)
+        self._symbols = _Buffer(self._alloc(symbols.size), symbols)
+        self.params = symbols.view(np.int64)
+        self._buffers: dict[tuple[str, str], _Buffer] = {}
+        for key, (size, dtype) in self._exchanged().items():
+            buffer = _Buffer(self._alloc(size), device.host_array(size).view(NUMPY[dtype]))
+            self._buffers[key] = buffer
+            self._places[key] = (buffer.address, size)
+        self.inputs = {spec.name: np.zeros(self._input_values(spec), NUMPY[spec.dtype]) for spec in self.program.inputs}
+        self.inputs |= {name: buffer.host for (kind, name), buffer in self._buffers.items() if kind == "input"}
+        self._outputs = {name: buffer.host for (kind, name), buffer in self._buffers.items() if kind == "output"}
+        crossing = {slot for piece in self._pieces for slot in (*piece.incoming, *piece.outgoing)}
+        self.staged = {slot: device.host_array(self._slot_bytes[slot]) for slot in sorted(crossing)}
+        """Pinned copies of the activation slots that cross to or from the host."""
         for name, offset in self.caches.offsets.items():
-            place = self._shared.caches.base + offset
-            self._places["cache", name] = (place, self.caches.row_bytes[name] * self.caches.n_cells)
-
-    def _upload_weights(self, progress: Progress | None) -> None:
-        held = self._shared.weights
-        missing = [name for name in self._weight_names() if name not in held]
-        total, done = sum(self.artifact.file.data(name).size for name in missing), 0
-        for name in missing:
-            data = self.artifact.file.data(name).reshape(-1).view(np.uint8)
-            address = self._alloc(data.size)
-            for at in range(0, data.size, _UPLOAD_CHUNK):
-                part = data[at : at + _UPLOAD_CHUNK]
-                self._device.upload(address + at, part)
-                done += part.size
-                if progress:
-                    progress(done, total)
-            held[name] = (address, data.size)
+            self._places["cache", name] = (self.caches.base + offset, self.caches.bytes_of(name))
 
     def _weight(self, name: str) -> tuple[int, int]:
-        return self._shared.weights[name]
+        return self._shared.weights.places[name]
 
-    # -- launches ----------------------------------------------------------------------------------------------------
+    # Launches
 
     def _bind(self) -> None:
-        flat, rows = self._resolved()
-        self._args = np.array(flat, np.int64)
-        self.params = np.zeros(len(abi.PARAMS), np.int64)
-        self._first_arg = [row[1] for row in rows]
-        for index, launch in enumerate(self.program.launches):
-            kernel = self._kernel(launch.kernel)
-            if len(launch.args) > kernel.n_args or any(f.sym and f.sym not in abi.PARAMS for e in kernel.entries for f in e.grid):
-                raise ArtifactError(
-                    f"{self.artifact.path}: launch {index} ({launch.node}) does not fit its GPU kernel; compile the model again"
-                )
-        self._bind_fixups()
+        self._args = np.array(self._resolved(len(self._code.manifest.kernels)), np.int64)
+        self._launches.bind(self._args, self._first_arg, self._symbols.address, self._extra, self._extra_size)
+        self._bind_fixups(self.caches.row_bytes)
 
     def rebind(self) -> None:
         """Resolve everything again, as if no graph could be reused."""
+        self._recordings.clear()
         self._bind()
 
     def eval(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None:
         """Evaluate one micro-batch as ``Executor.eval``; the outputs have arrived on return."""
-        if entries:
-            raise RuntimeRefusal(_STATES)
-        self._check_sizes(T, O, R, KV)
-        if self._fix_places.size:
-            if not 0 <= head <= self.limits.n_cells - T:
-                raise RuntimeRefusal(f"{T} tokens cannot be written from cell {head} of {self.limits.n_cells}")
-            self._args[self._fix_places] = self._fix_bases + head * self._fix_steps
-        for name, value in (("T", T), ("O", O), ("C", self.limits.n_cells), ("KV", KV), ("R", R)):
-            self.params[abi.PARAMS.index(name)] = value
-        env = dict(zip(abi.PARAMS, self.params.tolist()))
-        self.n_evals += 1
-        device = self._device
-        device.upload(self._symbols, self.params)
-        for name, spec in self.input_specs.items():
-            used = math.prod(fmt.evaluate(form, env) for form in spec.ne)
-            device.upload(self._places["input", name][0], self.inputs[name][:used])
-        words = self._args.tolist()
-        marks = [device.mark()] if self._marks is not None else None
-        for launch, first in zip(self.program.launches, self._first_arg):
-            self._launch(launch, words[first : first + len(launch.args)], env)
-            if marks is not None:
-                marks.append(device.mark())
-        for name in self._host_outputs:
-            array = self.output(name)
-            if array.size:
-                device.download(self._places["output", name][0], array.reshape(-1))
-        device.synchronize()
-        self._marks = marks
+        self.begin(T, O, R, KV, head, entries)
+        for index in range(len(self._pieces)):
+            self.run(index)
 
-    def _launch(self, launch: fmt.Launch, words: list[int], env: dict[str, int]) -> None:
-        kernel = self._kernel(launch.kernel)
-        words = words + [0] * (kernel.n_args - len(words))
-        own = launch.mult * (-(-env[launch.sym] // launch.div) if launch.sym else 1)
-        if not kernel.extra_bytes:
-            self._entries(kernel, words, env, env, 0, own)
-            return
-        per_token = kernel.extra_bytes * max(1, -(-env["R"] // kernel.extra_div))
-        step = max(1, self._extra.size // per_token)
-        for first in range(0, env["T"], step):
-            self._entries(kernel, words, env, {**env, "T": min(step, env["T"] - first)}, first, own)
-
-    def _entries(
-        self, kernel: cuda.CudaKernel, words: list[int], env: dict[str, int], slice_env: dict[str, int], first: int, own: int
-    ) -> None:
-        """Start what applies; ``slice_env`` has the tokens of the slice that begins with ``first``."""
-        for entry in kernel.entries:
-            if entry.sym and not (entry.low <= env[entry.sym] and (not entry.high or env[entry.sym] <= entry.high)):
-                continue
-            tiles = cuda.tiles(entry.grid, slice_env) if entry.grid else own
-            if tiles:
-                arguments = [*words, self._symbols, self._extra.base, first, tiles]
-                self._device.launch(self._code.functions[entry.symbol], min(tiles, cuda.MAX_GRID), entry.block, arguments)
-
-    def _check_sizes(self, T: int, O: int, R: int, KV: int) -> None:
-        limits = self.limits
-        if not (0 < T <= limits.n_ubatch and 0 <= O <= limits.n_ubatch and 0 <= KV <= limits.n_cells and 0 <= R <= self._max_list):
-            raise RuntimeRefusal(
-                f"a micro-batch of {T} tokens, {O} rows, {R} list entries and {KV} cells exceeds what was allocated ({limits})"
-            )
-        if self._shared.closed:
+    def begin(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None:
+        """Take the sizes of a micro-batch; ``run`` then evaluates it piece by piece."""
+        self._check_sizes(T, O, R, KV, head)
+        if self._shared.closed or self._weights is None:
             raise RuntimeRefusal("this session is closed; open a new one")
+        self._set_symbols(self._args, T, O, R, KV, head, entries)
+        self.n_evals += 1
+        if self._marks is not None:
+            self._marks = []
+
+    def run(self, index: int) -> None:
+        """Run one piece: copy in what it reads, start its launches, copy out what it made, wait. The slots in ``staged`` are the caller's
+        to fill and to read.
+        """
+        env = dict(zip(abi.PARAMS, self.params.tolist()))
+        shape, top = self._launches.shape(env, self._most)
+        piece = self._pieces[index]
+
+        def issue() -> None:
+            self._copy_in(piece, top, first=index == 0)
+            self._launches.start(piece.launches, env, self._marks)
+            self._copy_out(piece, top, last=index == len(self._pieces) - 1)
+
+        if self._marks is not None:
+            self._marks.append(self._device.mark())
+        if self._marks is not None or self.program.fixups:  # a recording has fixed arguments and no marks
+            issue()
+        else:
+            self._recordings.run((index, shape), issue)
+        self._device.synchronize()
+
+    def _copy_in(self, piece: Piece, env: Mapping[str, int], first: bool) -> None:
+        device = self._device
+        if first:
+            device.send(self._symbols.address, self._symbols.host)
+            for (kind, name), buffer in self._buffers.items():
+                if kind == "input":
+                    used = math.prod(fmt.evaluate(form, env) for form in self.input_specs[name].ne)
+                    device.send(buffer.address, buffer.host[:used])
+        for slot in piece.incoming:
+            device.send(self._slot_address(slot), self.staged[slot][: self.slot_size(slot, env)])
+
+    def _copy_out(self, piece: Piece, env: Mapping[str, int], last: bool) -> None:
+        device = self._device
+        for slot in piece.outgoing:
+            device.receive(self._slot_address(slot), self.staged[slot][: self.slot_size(slot, env)])
+        for name, array in self._outputs.items() if last else ():
+            used = math.prod(fmt.evaluate(form, env) for form in self.program.outputs[name])
+            device.receive(self._buffers["output", name].address, array[:used])
+
+    def _slot_address(self, slot: int) -> int:
+        return self._arena_base + self._slot_offset[slot]
+
+    def slot_size(self, slot: int, env: Mapping[str, int]) -> int:
+        """Bytes an activation slot needs for the symbols ``env``."""
+        return max(fmt.evaluate(form, env) for form in self.program.slots[slot].sizes)
 
     def output(self, name: str) -> np.ndarray:
         """f32 view of an output at the sizes of the last ``eval``, numpy order."""
-        if name not in self._host_outputs:
-            raise RuntimeRefusal(
-                f"the program {self.program.name} has no output {name!r}; it has {', '.join(self._host_outputs) or 'none'}"
-            )
-        env = dict(zip(abi.PARAMS, (int(v) for v in self.params)))
-        ne = [fmt.evaluate(form, env) for form in self.program.outputs[name]]
-        return self._host_outputs[name][: math.prod(ne)].reshape(ne[::-1])
+        return self._shaped(name, self._outputs)
 
-    # -- profile and end ---------------------------------------------------------------------------------------------
+    # Profile and end
 
     def enable_profile(self, on: bool = True) -> None:
         """Mark every launch; read with ``profile``."""
@@ -333,11 +291,26 @@ class CudaExecutor(Executor):
         pairs = zip(self._marks[:-1], self._marks[1:])
         return np.array([round(1e6 * self._device.elapsed(a, b)) for a, b in pairs], np.int64)
 
-    def close(self) -> None:
-        """Free the memory if it is this executor's own. Safe to call twice."""
-        if self._owner and hasattr(self, "_shared"):
-            self._shared.closed = True
-            self._shared.weights.clear()
+    def _free(self) -> None:
         for address in self._owned:
             self._device.free(address)
         self._owned.clear()
+
+    def close(self) -> None:
+        """Free this executor's memory, and with that of a session's first executor all others'. Safe to call twice."""
+        if self._weights is None:
+            return
+        if self._owner:
+            self._shared.closed = True
+            for other in self._shared.others:
+                other.close()
+        self._recordings.clear()
+        self._free()
+        self._weights.release()
+        self._weights = None
+
+    def __enter__(self) -> CudaExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

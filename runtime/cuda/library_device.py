@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
@@ -16,10 +16,12 @@ import numpy as np
 from ggufc.runtime.errors import RuntimeRefusal
 
 from .device import PtxTooNew, megabytes
+from .pool import Pool
 
 _REMEDY = "or run on the CPU"
 _OUT_OF_MEMORY, _NO_DEVICE, _UNSUPPORTED_PTX = 2, 100, 222
 _MAJOR, _MINOR = 75, 76  # device attributes: compute capability
+_THREAD_LOCAL = 1  # capture mode: calls of other threads do not disturb a recording
 
 
 def load_library() -> Any:
@@ -42,6 +44,10 @@ class _Driver:
         text = c_char_p()
         self._library.cuGetErrorString(status, byref(text))
         return text.value.decode() if text.value else f"error {status}"
+
+    def has(self, *names: str) -> bool:
+        """Whether the library knows all of these calls."""
+        return all(hasattr(self._library, name) for name in names)
 
     def status(self, name: str, *args: Any) -> int:
         return int(getattr(self._library, name)(*args))
@@ -88,7 +94,9 @@ class LibraryDevice:
             raise RuntimeRefusal(
                 f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}"
             )
-        self._index, self._memory, self._closed = index, set[int](), False
+        self._index, self._closed = index, False
+        self._pool = Pool(self._allocate, lambda address: cuda("free memory", "cuMemFree_v2", c_uint64(address)))
+        self.graphs = cuda.has("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch")
         self._events: list[c_void_p] = []
         major, minor, context, self._stream = c_int(), c_int(), c_void_p(), c_void_p()
         cuda("tell its capability", "cuDeviceGetAttribute", byref(major), _MAJOR, index)
@@ -103,15 +111,16 @@ class LibraryDevice:
         self._cuda("tell its memory", "cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
-    def alloc(self, size: int) -> int:
+    def _allocate(self, size: int) -> int:
         address = c_uint64()
-        self._cuda(f"allocate {megabytes(size)}", "cuMemAlloc_v2", byref(address), c_size_t(max(size, 1)))
-        self._memory.add(address.value)
+        self._cuda(f"allocate {megabytes(size)}", "cuMemAlloc_v2", byref(address), c_size_t(size))
         return address.value
 
+    def alloc(self, size: int) -> int:
+        return self._pool.alloc(size)
+
     def free(self, address: int) -> None:
-        self._memory.remove(address)
-        self._cuda("free memory", "cuMemFree_v2", c_uint64(address))
+        self._pool.free(address)
 
     def upload(self, address: int, data: np.ndarray) -> None:
         data = np.ascontiguousarray(data)
@@ -122,6 +131,16 @@ class LibraryDevice:
         self.synchronize()
         if into.nbytes:
             self._cuda("copy from the device", "cuMemcpyDtoH_v2", c_void_p(into.ctypes.data), c_uint64(address), c_size_t(into.nbytes))
+
+    def send(self, address: int, data: np.ndarray) -> None:
+        if data.nbytes:
+            place, size = c_void_p(data.ctypes.data), c_size_t(data.nbytes)
+            self._cuda("copy to the device", "cuMemcpyHtoDAsync_v2", c_uint64(address), place, size, self._stream)
+
+    def receive(self, address: int, into: np.ndarray) -> None:
+        if into.nbytes:
+            place, size = c_void_p(into.ctypes.data), c_size_t(into.nbytes)
+            self._cuda("copy from the device", "cuMemcpyDtoHAsync_v2", place, c_uint64(address), size, self._stream)
 
     def fill(self, address: int, size: int) -> None:
         if size:
@@ -159,6 +178,27 @@ class LibraryDevice:
         pointers = (c_void_p * len(words))(*(base + 8 * i for i in range(len(words))))
         self._cuda("start a kernel", "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, self._stream, pointers, None)
 
+    def record(self, issue: Callable[[], None]) -> Any:
+        graph, recording = c_void_p(), c_void_p()
+        self._cuda("record", "cuStreamBeginCapture_v2", self._stream, _THREAD_LOCAL)
+        try:
+            issue()
+        finally:  # also after an error: the stream must not stay in recording
+            status = self._cuda.status("cuStreamEndCapture", self._stream, byref(graph))
+        if status:
+            raise RuntimeRefusal(f"the GPU cannot record: {self._cuda.error(status)} (cuStreamEndCapture)")
+        try:
+            self._cuda("make a recording", "cuGraphInstantiateWithFlags", byref(recording), graph, c_uint64(0))
+        finally:
+            self._cuda.status("cuGraphDestroy", graph)
+        return recording
+
+    def replay(self, recording: Any) -> None:
+        self._cuda("start a recording", "cuGraphLaunch", recording, self._stream)
+
+    def drop(self, recording: Any) -> None:
+        self._cuda("free a recording", "cuGraphExecDestroy", recording)
+
     def synchronize(self) -> None:
         self._cuda("finish", "cuStreamSynchronize", self._stream)
 
@@ -179,10 +219,8 @@ class LibraryDevice:
         if self._closed:
             return
         self._closed = True
-        for address in self._memory:
-            self._cuda.status("cuMemFree_v2", c_uint64(address))
+        self._pool.close()
         for event in self._events:
             self._cuda.status("cuEventDestroy_v2", event)
-        self._memory.clear()
         self._cuda.status("cuStreamDestroy_v2", self._stream)
         self._cuda.status("cuDevicePrimaryCtxRelease_v2", self._index)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from ggufc.runtime.errors import RuntimeRefusal
 
 from .device import PtxTooNew, megabytes
+from .pool import Pool
 
 _REMEDY = "or run on the CPU"
 
@@ -47,6 +49,8 @@ class PycudaDevice:
         self._context = self._call("open a context", device.make_context)
         self._stream = cuda.Stream()
         self._memory: dict[int, Any] = {}
+        self._pool = Pool(self._allocate, lambda address: self._memory.pop(address).free())
+        self.graphs = hasattr(self._stream, "begin_capture")
         self._closed = False
 
     def _call(self, what: str, function: Any, *args: Any) -> Any:
@@ -60,13 +64,16 @@ class PycudaDevice:
     def free_memory(self) -> int:
         return int(self._cuda.mem_get_info()[0])
 
-    def alloc(self, size: int) -> int:
-        memory = self._call(f"allocate {megabytes(size)}", self._cuda.mem_alloc, max(size, 1))
+    def _allocate(self, size: int) -> int:
+        memory = self._call(f"allocate {megabytes(size)}", self._cuda.mem_alloc, size)
         self._memory[int(memory)] = memory
         return int(memory)
 
+    def alloc(self, size: int) -> int:
+        return self._pool.alloc(size)
+
     def free(self, address: int) -> None:
-        self._memory.pop(address).free()
+        self._pool.free(address)
 
     def upload(self, address: int, data: np.ndarray) -> None:
         if data.nbytes:
@@ -76,6 +83,14 @@ class PycudaDevice:
         self.synchronize()
         if into.nbytes:
             self._call("copy from the device", self._cuda.memcpy_dtoh, into, address)
+
+    def send(self, address: int, data: np.ndarray) -> None:
+        if data.nbytes:
+            self._call("copy to the device", self._cuda.memcpy_htod_async, address, data, self._stream)
+
+    def receive(self, address: int, into: np.ndarray) -> None:
+        if into.nbytes:
+            self._call("copy from the device", self._cuda.memcpy_dtoh_async, into, address, self._stream)
 
     def fill(self, address: int, size: int) -> None:
         if size:
@@ -101,6 +116,24 @@ class PycudaDevice:
         arguments = [np.int64(w) for w in words]
         self._call("start a kernel", lambda: function(*arguments, grid=(grid, 1, 1), block=(block, 1, 1), stream=self._stream))
 
+    def record(self, issue: Callable[[], None]) -> Any:
+        self._call("record", self._stream.begin_capture)
+        try:
+            issue()
+        except BaseException:
+            with suppress(self._cuda.Error):
+                self._stream.end_capture()
+            raise
+        graph = self._call("record", self._stream.end_capture)
+        # The graph is kept: older versions of pycuda do not tie it to its instance.
+        return graph, self._call("make a recording", graph.instantiate)
+
+    def replay(self, recording: Any) -> None:
+        self._call("start a recording", recording[1].launch, self._stream)
+
+    def drop(self, recording: Any) -> None:
+        """The recording is freed with its last reference."""
+
     def synchronize(self) -> None:
         self._call("finish", self._stream.synchronize)
 
@@ -115,8 +148,6 @@ class PycudaDevice:
         if self._closed:
             return
         self._closed = True
-        for memory in self._memory.values():
-            memory.free()
-        self._memory.clear()
+        self._pool.close()
         self._context.pop()
         self._context.detach()

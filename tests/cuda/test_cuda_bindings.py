@@ -67,7 +67,8 @@ class FakeLibrary:
 
     def cuStreamCreate(self, stream, flags): ...
 
-    def cuStreamSynchronize(self, stream): ...
+    def cuStreamSynchronize(self, stream):
+        self.gpu.synchronize()
 
     def cuStreamDestroy_v2(self, stream): ...
 
@@ -89,6 +90,34 @@ class FakeLibrary:
     def cuMemcpyDtoH_v2(self, to, source, size):
         into = np.frombuffer((ctypes.c_ubyte * number(size)).from_address(number(to)), np.uint8)
         self.gpu.download(number(source), into)
+
+    def cuMemcpyHtoDAsync_v2(self, to, source, size, stream):
+        data = np.frombuffer((ctypes.c_ubyte * number(size)).from_address(number(source)), np.uint8)
+        self.gpu.send(number(to), data)
+
+    def cuMemcpyDtoHAsync_v2(self, to, source, size, stream):
+        into = np.frombuffer((ctypes.c_ubyte * number(size)).from_address(number(to)), np.uint8)
+        self.gpu.receive(number(source), into)
+
+    def cuStreamBeginCapture_v2(self, stream, mode):
+        assert mode == 1  # other threads may go on
+        self.gpu.recording = []
+
+    def cuStreamEndCapture(self, stream, graph):
+        graph._obj.value = self.handle(self.gpu.recording)
+        self.gpu.recording = None
+
+    def cuGraphInstantiateWithFlags(self, recording, graph, flags):
+        recording._obj.value = self.handle(list(self.handles[number(graph)]))
+
+    def cuGraphDestroy(self, graph):
+        self.handles[number(graph)] = None
+
+    def cuGraphLaunch(self, recording, stream):
+        self.gpu.replay(self.handles[number(recording)])
+
+    def cuGraphExecDestroy(self, recording):
+        self.handles[number(recording)] = None
 
     def cuMemsetD8Async(self, address, value, size, stream):
         self.gpu.fill(number(address), number(size))
@@ -151,6 +180,57 @@ def test_a_kernel_through_the_library():
     assert not library.gpu.allocated
     del x, a
     assert not library.host
+
+
+def test_a_recording_through_the_library():
+    """Copies from and to pinned memory and a kernel, recorded once, replayed with other numbers."""
+    library = FakeLibrary()
+    device = LibraryDevice(0, library)
+    assert device.graphs
+    spec = RmsNorm(96, 1e-5, True, False)
+    x, y = (device.host_array(4 * 96).view(np.float32) for _ in range(2))
+    at, to, w, params = (device.alloc(n) for n in (4 * 96, 4 * 96, 4 * 96, 8 * len(PARAMS)))
+    device.upload(w, np.ones(96, np.float32))
+    device.upload(params, np.zeros(len(PARAMS), np.int64))
+    function = device.function(device.load(ptx_of(spec)), describe_symbol(spec))
+
+    def issue() -> None:
+        device.send(at, x)
+        device.launch(function, 1, 128, [at, 96, w, 0, 0, to, 96, params, 0, 0, 1])
+        device.receive(to, y)
+
+    x[:] = 7
+    recording = device.record(issue)
+    device.synchronize()
+    assert not y.any()
+    for value in (2.0, -3.0):
+        x[:] = value
+        device.replay(recording)
+        device.synchronize()
+        assert np.abs(y - np.sign(value)).max() < 1e-5
+    device.drop(recording)
+    device.close()
+
+
+def test_a_failed_recording_leaves_the_stream_usable():
+    library = FakeLibrary(cuStreamEndCapture=901)
+    device = LibraryDevice(0, library)
+    with pytest.raises(RuntimeRefusal, match=r"cannot record: unknown error \(cuStreamEndCapture\)"):
+        device.record(lambda: None)
+    library.fails.clear()
+    with pytest.raises(ZeroDivisionError):
+        device.record(lambda: 1 // 0)
+    assert library.gpu.recording is None
+
+
+def test_old_drivers_have_no_recordings():
+    class Old(FakeLibrary):
+        def __getattribute__(self, name):
+            if name == "cuGraphInstantiateWithFlags":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    assert not LibraryDevice(0, Old()).graphs
 
 
 def describe_symbol(spec: RmsNorm) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ggufc.codegen.child import compile_here
-from ggufc.codegen.options import CompileOptions
+from fat_models import CASES, compiled
 from ggufc.formats import cuda as fmt
 from ggufc.formats.errors import ArtifactError
 from ggufc.runtime.artifact import Artifact
@@ -21,53 +17,8 @@ from ggufc.runtime.cuda import CudaExecutor, on_device
 from ggufc.runtime.cuda.code import cuda_manifest, load_code
 from ggufc.runtime.cuda.device import PtxTooNew
 from ggufc.runtime.errors import RuntimeRefusal
-from ggufc.runtime.logits import run_case, session_options
 from ggufc.runtime.session import Session
 from simt_device import SimtDevice
-from support import golden_cases
-
-DEVICE_FACTOR = 3
-"""S75: how much wider than the CPU's the tolerance is."""
-
-
-@dataclass
-class Compiled:
-    case: Path
-    spec: dict
-    path: Path
-
-    def run(self, **session) -> dict[str, np.ndarray]:
-        return run_case(lambda o: Session(self.path, **{**session_options(o), **session}), self.spec, self.case)
-
-
-def find_case(name: str) -> Path | None:
-    """The golden case of exactly this name."""
-    return next((case for case in golden_cases(name) if case.name == name), None)
-
-
-def compiled(name: str, folder: Path, targets: tuple[str, ...]) -> Compiled:
-    case = find_case(name)
-    assert case is not None, name
-    spec = json.loads((case / "case.json").read_text())
-    cache = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
-    path = folder / f"{name}.ggufc"
-    compile_here(case / "model.gguf", path, CompileOptions(target=",".join(("native", *targets)), jobs=1, **cache))
-    return Compiled(case, spec, path)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Compiled:
-    return compiled("llama-gqa-tied", tmp_path_factory.mktemp("fat"), ("cuda:sm_90", "cuda:sm_80"))
-
-
-def check_golden(model: Compiled, results: dict[str, np.ndarray]) -> None:
-    spec = model.spec
-    for step in spec["steps"]:
-        if "name" in step:
-            want = np.load(model.case / f"{step['name']}.npy")
-            excess = np.abs(results[step["name"]] - want) - DEVICE_FACTOR * spec["rtol"] * np.abs(want)
-            assert excess.max() <= DEVICE_FACTOR * spec["atol"], step["name"]
-
 
 # -- end to end ------------------------------------------------------------------------------------------------------
 
@@ -76,32 +27,17 @@ def test_a_whole_model_equals_its_golden(model):
     """S75: every step of the case, races and bounds watched; memory is given back."""
     device = SimtDevice()
     results = model.run(executor=on_device(device))
-    check_golden(model, results)
+    model.check(results)
     assert device.launches > 100 and not device.allocated
     assert device.largest_grid <= fmt.MAX_GRID  # S73
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3-7",
-        "llama-moe",
-        "quant-q4_k",
-        "llama-fa-q8",
-        "llama-cacheops",
-        "qwen3moe-a",
-        "deepseek2-v3-fa-mla1",
-        "gpt-oss-mxfp4",
-        "glm-dsa-dense",
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_more_models(name, tmp_path):
     """S75 for windows and head norms, experts, integer products, block caches, sequence operations."""
-    if find_case(name) is None:
-        pytest.skip(f"the golden case {name} is not here")
-    model = compiled(name, tmp_path, ("cuda:sm_80",))
-    check_golden(model, model.run(executor=on_device(SimtDevice(races=False))))
+    model = compiled(name, tmp_path, "cuda:sm_80")
+    model.check(model.run(executor=on_device(SimtDevice(races=False))))
 
 
 def test_bits_do_not_depend_on_the_batch(model):
@@ -228,7 +164,7 @@ def test_sizes_and_closed_sessions(model):
 
 def test_cpu_sessions_ignore_gpu_code(model):
     """S155: the same file gives the CPU's bits with and without GPU code in it."""
-    check_golden(model, model.run())
+    model.check(model.run())
 
 
 def test_nothing_imports_a_cuda_package():

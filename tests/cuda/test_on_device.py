@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from fat_models import CASES, compiled
 from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.nvptx import PTX_VERSIONS, describe, roofline
@@ -20,22 +21,8 @@ from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
 from gpu_harness import ptx_of
 from products import packed, product, records, weight_rows
-from test_cuda_executor import check_golden, compiled, find_case
 
 pytestmark = pytest.mark.gpu
-
-CASES = [
-    "llama-gqa-tied",
-    "gemma3-7",
-    "llama-moe",
-    "quant-q4_k",
-    "llama-fa-q8",
-    "llama-cacheops",
-    "qwen3moe-a",
-    "deepseek2-v3-fa-mla1",
-    "gpt-oss-mxfp4",
-    "glm-dsa-dense",
-]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +40,16 @@ def target_for(device) -> str:
     return f"sm_{max(c for c in known if c <= device.capability)}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama-gqa-tied", *CASES])
 def test_goldens(name, device, tmp_path):
     """S75."""
-    if find_case(name) is None:
-        pytest.skip(f"the golden case {name} is not here")
-    model = compiled(name, tmp_path, (f"cuda:{target_for(device)}",))
-    check_golden(model, model.run(executor=on_device(device)))
+    model = compiled(name, tmp_path, f"cuda:{target_for(device)}")
+    model.check(model.run(executor=on_device(device)))
 
 
 def test_bits_do_not_depend_on_the_batch(device, tmp_path):
     """S65."""
-    model = compiled("llama-gqa-tied", tmp_path, (f"cuda:{target_for(device)}",))
+    model = compiled("llama-gqa-tied", tmp_path, f"cuda:{target_for(device)}")
     tokens = np.random.default_rng(0).integers(0, 200, 100)
 
     def logits(cuts: list[int]) -> bytes:
@@ -124,7 +109,7 @@ def test_products_of_an_8b_model(tokens, device):
 
 def test_decode_and_prefill_times(device, tmp_path):
     """Whole steps of a small model, for the cost of launches."""
-    model = compiled("quant-q4_k", tmp_path, (f"cuda:{target_for(device)}",))
+    model = compiled("quant-q4_k", tmp_path, f"cuda:{target_for(device)}")
     with Session(model.path, n_ctx=256, profile=True, executor=on_device(device)) as s:
         for n in (64, 1, 1):
             began = time.perf_counter()

@@ -19,8 +19,9 @@ from ggufc.formats.errors import ArtifactError, GgufcError, GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.gguf_writer import GGUFWriter
 from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.binding import Limits
 from ggufc.runtime.errors import RuntimeRefusal
-from ggufc.runtime.executor import Executor, Limits
+from ggufc.runtime.executor import Executor
 from ggufc.runtime.session import Session
 
 pytest_plugins = ("runtime_fixtures",)
@@ -266,7 +267,7 @@ def test_caches_are_zero_aligned_and_sized_by_their_rows(toy):  # S8, S53
     with pytest.raises(ArtifactError, match="cannot be stored"):
         from types import SimpleNamespace
 
-        from ggufc.runtime.executor import CacheBuffers
+        from ggufc.runtime.caches import CacheBuffers
 
         CacheBuffers(SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy"), 64)
 

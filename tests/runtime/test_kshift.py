@@ -10,8 +10,8 @@ import pytest
 import fake_model
 from ggufc.formats import artifact as fmt
 from ggufc.runtime import kshift
+from ggufc.runtime.caches import CacheBuffers
 from ggufc.runtime.errors import RuntimeRefusal
-from ggufc.runtime.executor import CacheBuffers
 from ggufc.runtime.kvcells import KVCells
 from ggufc.runtime.session import Session
 

@@ -1,0 +1,188 @@
+"""Memory on a device: the pool, weights that sessions share, recordings that replay what memory holds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ggufc.formats import abi
+from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.cuda import CudaExecutor, on_device
+from ggufc.runtime.cuda.pool import CHUNK, Pool
+from ggufc.runtime.cuda.recordings import KEPT, Recordings
+from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.session import Session
+from simt_device import SimtDevice
+
+TOKENS = [5, 17, 200, 31, 7, 7, 90, 12]
+
+# -- the pool --------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """An allocator that counts: ``held`` maps addresses to sizes."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.next = 1 << 20
+
+    def alloc(self, size: int) -> int:
+        self.held[self.next], self.next = size, self.next + size + 4096
+        return self.next - size - 4096
+
+    def free(self, address: int) -> None:
+        del self.held[address]
+
+
+def test_small_buffers_share_chunks_and_never_overlap():
+    driver, rng = Driver(), np.random.default_rng(0)
+    pool = Pool(driver.alloc, driver.free)
+    live: dict[int, int] = {}
+    for _ in range(2000):
+        if live and rng.random() < 0.45:
+            address = list(live)[rng.integers(len(live))]
+            pool.free(address)
+            del live[address]
+        else:
+            size = int(rng.choice([1, 255, 256, 257, 4000, 70000, CHUNK]))
+            live[pool.alloc(size)] = size
+        spans = sorted((a, a + s) for a, s in live.items())
+        assert all(a % 256 == 0 for a in live)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    assert len(driver.held) < len(live)
+    for address in live:
+        pool.free(address)
+    assert not driver.held
+    with pytest.raises(KeyError):
+        pool.free(next(iter(live)))
+
+
+def test_a_closed_pool_holds_nothing():
+    driver = Driver()
+    pool = Pool(driver.alloc, driver.free)
+    for size in (1, 1000, 3 * CHUNK, 5):
+        pool.alloc(size)
+    assert len(driver.held) == 2
+    pool.close()
+    assert not driver.held
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_sessions_of_one_artifact_share_its_weights(model):
+    """Uploaded once with progress, shared with a second session, gone with the last; the first may close first."""
+    device, steps = SimtDevice(races=False), []
+    executor = on_device(device, lambda done, total: steps.append((done, total)))
+    first = Session(model.path, n_ctx=256, executor=executor)
+    assert steps[-1][0] == steps[-1][1] > 0 and [d for d, _ in steps] == sorted(d for d, _ in steps)
+    uploaded = device.copied["to"]
+    assert uploaded == steps[-1][1]
+    with Session(model.path, n_ctx=256, executor=executor) as second:
+        assert device.copied["to"] == uploaded
+        want = first.decode(TOKENS, logits="all")
+        first.close()
+        assert second.decode(TOKENS, logits="all").tobytes() == want.tobytes()
+    assert not device.allocated
+
+
+def test_closing_a_session_frees_the_memory_of_all_its_programs(model):
+    device = SimtDevice(races=False)
+    with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+        s.decode(TOKENS[:2])
+        before = len(device.allocated)
+        s.decode(embd=np.zeros((1, s.artifact.manifest.n_embd), np.float32))
+        assert len(device.allocated) > before
+    assert not device.allocated
+
+
+# -- recordings ------------------------------------------------------------------------------------------------------
+
+
+def test_a_decoded_token_is_one_replay_with_the_same_bits(model):
+    """The first token of a shape is started call by call, the second recorded, all later ones replayed: the bits of a device without."""
+
+    class Plain(SimtDevice):
+        graphs = False
+
+    def texts(device: SimtDevice) -> tuple[list[bytes], Session]:
+        with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+            return [s.decode([t]).tobytes() for t in TOKENS], s
+
+    plain = texts(Plain(races=False))[0]
+    device = SimtDevice(races=False)
+    recorded, session = texts(device)
+    assert recorded == plain
+    counts = session.executor.recordings
+    assert (counts.recorded, counts.replayed, device.replays) == (1, len(TOKENS) - 1, len(TOKENS) - 1)
+
+
+def test_what_a_replay_copies(model):
+    """A decoded token moves its inputs, the symbols and one row of logits, nothing else."""
+    device = SimtDevice(races=False)
+    with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+        for token in TOKENS[:3]:
+            s.decode([token])
+        before = dict(device.copied)
+        s.decode([TOKENS[3]])
+        moved = {way: device.copied[way] - before[way] for way in before}
+        listed = 128  # the list goes up to what its shape can hold
+        assert moved["from"] == 4 * s.n_vocab
+        assert moved["to"] <= 8 * len(abi.PARAMS) + 4 * (1 + 1 + 1 + 1 + 3 + 3 + listed)
+
+
+def test_longer_lists_are_recorded_anew(model):
+    """The list's length decides how many splits attention makes: a new recording when it passes one, the same bits as at once."""
+    tokens = np.random.default_rng(1).integers(0, 200, 131)
+    device = SimtDevice(races=False)
+    with Session(model.path, n_ctx=256, executor=on_device(device)) as s:
+        s.decode(tokens[:125], logits="none")
+        rows = [s.decode([int(t)]) for t in tokens[125:]]
+        recordings = s.executor.recordings
+        assert recordings.recorded == 2
+        s.reset()
+        whole = s.decode(tokens, logits=list(range(125, 131)))
+    assert np.concatenate(rows).tobytes() == whole.tobytes()
+
+
+def test_a_device_that_cannot_record_runs_on():
+    class Broken(SimtDevice):
+        def record(self, issue):
+            raise RuntimeRefusal("the GPU cannot record")
+
+    done: list[int] = []
+    recordings = Recordings(Broken())
+    for i in range(4):
+        recordings.run("a", lambda i=i: done.append(i))
+    assert done == [0, 1, 2, 3] and not recordings.replayed
+
+
+def test_recordings_are_bounded_and_dropped():
+    device = SimtDevice()
+    dropped: list[object] = []
+    device.drop = dropped.append
+    recordings = Recordings(device)
+    for key in range(KEPT + 3):
+        for _ in range(2):
+            recordings.run(key, lambda: None)
+    assert recordings.recorded == KEPT + 3 and len(dropped) == 3
+    recordings.clear()
+    assert len(dropped) == KEPT + 3
+
+
+def test_programs_that_write_at_the_head_are_not_recorded(model, monkeypatch):
+    """Their arguments move: replaying a recording would write the first token's cell."""
+    with Artifact.open(model.path) as artifact:
+        executor = CudaExecutor(artifact, n_ctx=256, n_ubatch=4, device=SimtDevice(races=False))
+        recorded: list[object] = []
+        monkeypatch.setattr(executor._recordings, "run", lambda key, issue: recorded.append(key))
+        executor.begin(1, 1, 1, 256)
+        executor.run(0)
+        assert len(recorded) == 1
+        executor.program.fixups.append(object())
+        executor.run(0)
+        assert len(recorded) == 1
+        executor.program.fixups.clear()
+        executor.close()
