@@ -9,57 +9,90 @@ from ggufc.codegen.kernels.strided import for_rows, row_pointer
 
 from .emitter import WARP, PtxEmitter
 from .entry import Entry, Form
+from .ranking import BLOCK, Rank, Ranking, float_rank, index_of
 
-_LONG_ROW = 1024
+_SHORT_ROW, _FEW = 1024, 32
+"""Rows up to this length of which no more than ``_FEW`` entries are wanted go to warps."""
+_SORTED = 2048
+"""Entries sorted at once in shared memory."""
 
 
 def top_k(spec: TopK) -> Form:
-    """``k`` times the best entry that is worse than the one before; a warp takes a row, the whole block a long one.
-
-    Work grows with k times the length of a row: for routing and short sorts.
-    """
-    block = 256
-    length = spec.a.ne[0]
-    group = WARP if isinstance(length, int) and length <= _LONG_ROW else block
+    """Short rows of which little is wanted (routing): a warp takes a row, ``_few``. All others: a block takes a row, ``_many``."""
+    length, k = spec.a.ne[0], spec.k
+    short = isinstance(length, int) and isinstance(k, int) and length <= _SHORT_ROW and k <= _FEW
+    block = 256 if short else BLOCK
 
     def body(e: PtxEmitter) -> None:
+        ranking, ranks = (None, None) if short else (Ranking(e), e.shared(8 * _SORTED, "ranks"))
         e.begin_tiles()
 
         def row(index: list[Value]) -> None:
             b, a = e.b, spec.a
             source = row_pointer(e, e.arg_ptr(0), a, index, a.ne)
             number = b.add(index[0], b.mul(e.dim(a.ne[1]), b.add(index[1], b.mul(e.dim(a.ne[2]), index[2]))))
-            _row(e, spec, source, e.at(e.arg_ptr(1), b.mul(number, e.dim(spec.k)), 4))
+            out = e.at(e.arg_ptr(1), b.mul(number, e.dim(spec.k)), 4)
+
+            def rank(i: Value) -> Value:
+                value = e.load(F32, e.at(source, b.mul(i, e.dim(a.nb[0])), 4))
+                return float_rank(e, value, i, spec.order == "desc", spec.ties)
+
+            n = e.dim(a.ne[0])
+            count = n if spec.k == a.ne[0] else e.imin(e.dim(spec.k), n)
+            if ranking is None:
+                _few(e, spec, rank, n, count, out)
+            else:
+                _many(e, spec, rank, n, count, out, ranking, ranks)
+            with e.for_range(b.add(count, e.lane), e.dim(spec.k), e.group, name="hole") as i:
+                e.store(e.i32(-1), e.at(out, i, 4))
 
         for_rows(e, spec.a.ne[1:], spec.a.ne[0], row)
 
-    return Form((Entry(symbol(spec), block, body, group),))
+    return Form((Entry(symbol(spec), block, body, WARP if short else block),))
 
 
-def _row(e: PtxEmitter, spec: TopK, source: Value, out: Value) -> None:
-    b, a = e.b, spec.a
-    lowest = e.i64(-(1 << 63))
-
-    def rank(i: Value) -> Value:
-        """(key, complement of the index) as one i64 whose signed order is worst first; zeros of both signs are equal."""
-        v = b.fadd(e.load(F32, e.at(source, b.mul(i, e.dim(a.nb[0])), 4)), e.f32(0.0))
-        bits = b.bitcast(v, I32)
-        key = b.xor(bits, b.lshr(b.ashr(bits, e.i32(31)), e.i32(1)))
-        key = key if spec.order == "desc" else b.not_(key)
-        return b.or_(b.shl(b.sext(key, I64), e.i64(32)), b.sub(e.i64(0xFFFFFFFF), i))
-
+def _few(e: PtxEmitter, spec: TopK, rank: Rank, n: Value, count: Value, out: Value) -> None:
+    """``count`` times the best entry that is worse than the one before."""
+    b = e.b
     bound = e.var(I64, e.i64((1 << 63) - 1))
-    with e.for_range(0, e.dim(spec.k), name="place") as place:
+    with e.for_range(0, count, name="place") as place:
         best = e.var(I64)
-        best.set(lowest)
-        with e.for_lanes(e.dim(a.ne[0])) as i:
+        best.set(e.i64(-(1 << 63)))
+        with e.for_lanes(n) as i:
             r = rank(i)
             better = b.and_(b.icmp_signed("<", r, bound.get()), b.icmp_signed(">", r, best.get()))
             best.set(b.select(better, r, best.get()))
         found = e.reduce(best.get(), "max")
         bound.set(found)
         with e.one_lane():
-            e.store(b.trunc(b.sub(e.i64(0xFFFFFFFF), b.and_(found, e.i64(0xFFFFFFFF))), I32), e.at(out, place, 4))
+            e.store(b.trunc(index_of(e, found, spec.ties), I32), e.at(out, place, 4))
+
+
+def _many(e: PtxEmitter, spec: TopK, rank: Rank, n: Value, count: Value, out: Value, ranking: Ranking, ranks: Value) -> None:
+    """The best ``_SORTED``, sorted; then the next ones, below the last of those before."""
+    b = e.b
+    bound = e.var(I64, e.i64((1 << 63) - 1))
+    with e.for_range(0, count, _SORTED, name="first") as first:
+        stop = e.imin(b.add(first, e.i64(_SORTED)), count)
+        lowest = ranking.threshold(rank, n, stop)
+        size = e.var(I64, e.i64(1))
+        with e.while_loop("size") as sizes:
+            sizes.break_if(b.icmp_signed(">=", size.get(), b.sub(stop, first)))
+            size.set(b.shl(size.get(), e.i64(1)))
+        with e.for_threads(size.get()) as i:
+            e.store(e.i64(-(1 << 63)), e.at(ranks, i, 8))
+        e.barrier()
+
+        def chosen(i: Value) -> Value:
+            r = rank(i)
+            return b.and_(b.icmp_signed(">=", r, lowest), b.icmp_signed("<", r, bound.get()))
+
+        ranking.for_chosen(n, chosen, lambda place, i: e.store(rank(i), e.at(ranks, place, 8)))
+        ranking.sort(ranks, size.get())
+        with e.for_threads(b.sub(stop, first)) as i:
+            e.store(b.trunc(index_of(e, e.load(I64, e.at(ranks, i, 8)), spec.ties), I32), e.at(out, b.add(first, i), 4))
+        bound.set(lowest)
+        e.barrier()
 
 
 def kq_mask(spec: KqMask) -> Form:

@@ -222,6 +222,15 @@ class PtxEmitter(Emitter):
         fn = self.intrinsic(f"llvm.nvvm.shfl.sync.bfly.{kind}", v.type, [I32, v.type, I32, I32])
         return b.call(fn, [self.i32(_FULL), v, self.i32(mask), self.i32(31)])
 
+    def shuffle_up(self, v: Value, distance: int) -> Value:
+        """The i32 of the lane ``distance`` before this one; the first lanes get their own."""
+        fn = self.intrinsic("llvm.nvvm.shfl.sync.up.i32", I32, [I32] * 4)
+        return self.b.call(fn, [self.i32(_FULL), v, self.i32(distance), self.i32(0)])
+
+    def atomic_add(self, p: Value, v: Value) -> None:
+        """Add an integer to shared memory, other threads of the block doing the same: sums of integers have no order."""
+        self.b.atomic_rmw("add", p, v, "monotonic")
+
     def combine(self, a: Value, c: Value, op: str) -> Value:
         """``add`` or ``max`` of two values of any scalar type."""
         if isinstance(a.type, ir.IntType):

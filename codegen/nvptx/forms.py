@@ -10,11 +10,13 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.convolution import SsmConv
 from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.hadamard import Hadamard
-from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
+from ggufc.codegen.kernels.indexer import IndexerScores, IndexerSelect
+from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
@@ -26,7 +28,7 @@ from ggufc.codegen.kernels.sums import SumRowsExt
 from ggufc.formats import cuda as fmt
 from ggufc.ir.dims import IntDim
 
-from . import attention, choosing, products, ptx, rows
+from . import attention, choosing, indexing, products, ptx, rows
 from .emitter import WARP, PtxEmitter
 from .entry import Entry, Form, power_of_two, shared_body
 from .target import PtxTarget, resolve
@@ -75,6 +77,8 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     TopK: choosing.top_k,
     KqMask: choosing.kq_mask,
     DecodeRows: rows.decode_rows,
+    IndexerScores: indexing.indexer_scores,
+    IndexerSelect: indexing.indexer_select,
     RmsNorm: _row,
     Norm: _row,
     Elementwise: _shared(lambda s: s.out.ne[0]),
@@ -85,10 +89,12 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     SumRowsExt: _shared(lambda s: s.out.ne[0]),
     Fill: _shared(lambda s: s.out.ne[0]),
     StridedMatMul: _shared(lambda s: s.a.ne[0]),
+    SsmConv: _shared(lambda s: s.out.ne[0]),
     Blend: _serial(WARP),
     MaskToIndex: _serial(WARP),
     Hadamard: _serial(WARP),
     ListSpans: _serial(1),
+    Counting: _serial(1),
 }
 """Specification -> its form. Those with ``_row``, ``_shared`` and ``_serial`` are the CPU kernels' own bodies."""
 

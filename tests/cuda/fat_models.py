@@ -11,25 +11,34 @@ import pytest
 
 from ggufc.codegen.child import compile_here
 from ggufc.codegen.options import CompileOptions
-from ggufc.runtime.logits import run_case, session_options
+from ggufc.runtime.logits import graph_options, run_case, session_options
 from ggufc.runtime.session import Session
 from support import golden_cases
 
 DEVICE_FACTOR = 3
 """S75: how much wider than the CPU's the tolerance is."""
 
+COVERED = ("gemma3-7", "qwen3moe-a", "deepseek2-v3-fa-mla1", "glm-dsa-topk8")
+"""A case for each family beside llama's: windows and head norms, experts, latent attention, sparse attention."""
+
 CASES = [
-    "gemma3-7",
+    *COVERED,
     "llama-moe",
     "quant-q4_k",
     "llama-fa-q8",
     "llama-cacheops",
-    "qwen3moe-a",
-    "deepseek2-v3-fa-mla1",
     "gpt-oss-mxfp4",
     "glm-dsa-dense",
+    "glm-dsa-topk8-mla1",
+    "glm-dsa-topk8-ubatch",
+    "glm-dsa-fa-fidx0",
+    "glm-dsa-fa-fidx1",
+    "glm-dsa-idxq8",
+    "glm-dsa-twoseq",
+    "glm-dsa-noop",
+    "glm-dsa-sink-after-rm",
 ]
-"""Windows and head norms, experts, integer products, block caches, sequence operations, latent attention, sinks."""
+"""Integer products, block caches, sequence operations, sinks, and every sparse case beside these."""
 
 
 @dataclass
@@ -66,5 +75,6 @@ def compiled(name: str, folder: Path, *targets: str) -> FatModel:
     spec = json.loads((case / "case.json").read_text())
     cache = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
     path = folder / f"{name}.ggufc"
-    compile_here(case / "model.gguf", path, CompileOptions(target=",".join(("native", *targets)), jobs=1, **cache))
+    options = CompileOptions(target=",".join(("native", *targets)), jobs=1, builder=graph_options(spec["options"]), **cache)
+    compile_here(case / "model.gguf", path, options)
     return FatModel(case, spec, path)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import simt_ops as ops
-from simt_memory import BASE, VIEWS, AccessLog, GlobalMemory, SimtError
+from simt_memory import ATOMIC, BASE, READ, VIEWS, WRITE, AccessLog, GlobalMemory, SimtError
 from simt_parse import Function, Instruction, parse
 
 __all__ = ["GlobalMemory", "Simt", "SimtError"]
@@ -156,14 +156,19 @@ class _Run:
         done = len(pieces)
         pc = np.zeros(self.n, np.int64)
         waiting = np.zeros(self.n, bool)
+        everyone: Index = slice(None)
+        together: int | None = 0 if not self.program.meets[0] else None
+        """The piece all threads are about to run; None where they may differ."""
         while True:
-            runnable = np.where(waiting, done, pc)
-            piece, chosen = self._next(runnable, done)
-            if piece == done:
-                if (pc == done).all():
-                    return
-                raise self._stuck(pc, waiting, done)
-            idx: Index = slice(None) if len(chosen) == self.n else chosen
+            if together is not None and together < done:
+                piece, idx = together, everyone
+            else:
+                piece, chosen = self._next(np.where(waiting, done, pc), done)
+                if piece == done:
+                    if (pc == done).all():
+                        return
+                    raise self._stuck(pc, waiting, done)
+                idx = everyone if len(chosen) == self.n else chosen
             code, end = pieces[piece]
             for instruction, run in code:
                 self.current = instruction
@@ -171,7 +176,7 @@ class _Run:
             self.steps += len(code) + 1
             if self.steps > self.gpu.limit:
                 raise self.fail("does not end")
-            self._finish(piece, end, idx, pc, waiting, done)
+            together = self._finish(piece, end, idx, pc, waiting, done, idx is everyone)
 
     def _next(self, runnable: np.ndarray, done: int) -> tuple[int, np.ndarray]:
         """The lowest piece some threads can run, and these threads; lanes wait where their warp has to meet."""
@@ -186,31 +191,35 @@ class _Run:
                 return piece, chosen[whole]
             runnable[chosen] = done
 
-    def _finish(self, piece: int, end: Instruction | None, idx: Index, pc: np.ndarray, waiting: np.ndarray, done: int) -> None:
-        if end is None:
-            pc[idx] = piece + 1
-            return
+    def _finish(
+        self, piece: int, end: Instruction | None, idx: Index, pc: np.ndarray, waiting: np.ndarray, done: int, everyone: bool
+    ) -> int | None:
+        """Move the threads that ran a piece on; returns where all threads are if they are at one place."""
         self.current = end
-        if end.opcode.startswith("bra"):
-            target = self.program.target(end.operands[0])
-            if end.predicate:
-                taken = self.regs[end.predicate][idx] != end.negated
-                pc[idx] = np.where(taken, target, piece + 1)
-            else:
-                pc[idx] = target
-        elif end.opcode in ("ret", "exit"):
-            if end.predicate:
-                taken = self.regs[end.predicate][idx] != end.negated
-                pc[idx] = np.where(taken, done, piece + 1)
-            else:
-                pc[idx] = done
-        else:
+        if end is not None and end.opcode.startswith(("bar", "barrier")):
             if end.predicate:
                 raise self.fail("a guarded barrier is outside the subset")
+            if everyone:
+                self.epoch += 1
+                pc[:] = piece + 1
+                return piece + 1
             pc[idx] = piece + 1
             waiting[idx] = True
             whole = np.bincount(self.local_block[waiting], minlength=self.blocks) == self.block_size
             self._pass(whole[self.local_block] & waiting, waiting)
+            return None
+        following, target = piece + 1, piece + 1
+        if end is not None:
+            target = self.program.target(end.operands[0]) if end.opcode.startswith("bra") else done
+        if end is None or not end.predicate:
+            pc[idx] = target
+            return target if everyone else None
+        taken = self.regs[end.predicate][idx] != end.negated
+        pc[idx] = np.where(taken, target, following)
+        if not everyone:
+            return None
+        some = taken.any()
+        return (target if taken.all() else None) if some else following
 
     def _pass(self, threads: np.ndarray, waiting: np.ndarray) -> None:
         waiting[threads] = False
@@ -228,11 +237,11 @@ class _Run:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def log(self, log: AccessLog, address: np.ndarray, size: int, idx: Index, write: bool) -> None:
+    def log(self, log: AccessLog, address: np.ndarray, size: int, idx: Index, write: int) -> None:
         if self.gpu.races:
             log.add(address, size, self.log_thread[idx], self.global_block[idx], self.epoch[idx].copy(), self.warp_epoch[idx].copy(), write)
 
-    def global_access(self, address: np.ndarray, size: int, idx: Index, write: bool) -> np.ndarray:
+    def global_access(self, address: np.ndarray, size: int, idx: Index, write: int) -> np.ndarray:
         """Check and log; returns byte offsets into the memory."""
         which = self.memory.which(address, size)
         if (which < 0).any():
@@ -252,7 +261,7 @@ class _Run:
             self.log(self.logs[0], address, size, idx, write)
         return address - BASE
 
-    def shared_access(self, offset: np.ndarray, size: int, idx: Index, write: bool) -> np.ndarray:
+    def shared_access(self, offset: np.ndarray, size: int, idx: Index, write: int) -> np.ndarray:
         if (offset < 0).any() or (offset + size > self.shared_size).any():
             raise self.fail(f"accesses shared memory at byte {int(offset.max())}, outside its {self.shared_size} bytes", idx)
         ends = self.shared_valid[offset] & self.shared_valid[offset + size - 1]
@@ -262,7 +271,7 @@ class _Run:
         if (offset % size).any():
             raise self.fail(f"accesses {size} bytes of shared memory at a misaligned address", idx)
         at = offset + self.local_block[idx] * self.shared_size
-        if write:
+        if write == WRITE:
             for i in range(size):
                 self.shared_written[at + i] = True
         elif not self.shared_written[at].all():
@@ -458,17 +467,20 @@ class _Translator:
         return lambda s, idx: put(s, idx, ops.permute(a(s, idx), b(s, idx), c(s, idx)))
 
     def _shfl(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        if parts[1:3] != ["sync", "bfly"]:
+        kind = parts[2]
+        clamp = {"bfly": 31, "up": 0}.get(kind)
+        if parts[1] != "sync" or clamp != int(ins.operands[3], 0):
             raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
         put = self.put(ins.operands[0].split("|")[0])
-        value, mask, members = self.get(ins.operands[1], "u32"), int(ins.operands[2], 0), int(ins.operands[4], 0)
+        value, by, members = self.get(ins.operands[1], "u32"), int(ins.operands[2], 0), int(ins.operands[4], 0)
 
         def run(s: _Run, idx: Index) -> None:
             if members != -1:
                 raise s.fail("a shuffle among some lanes is outside the subset")
             whole = np.zeros(s.n, np.uint32)
             whole[idx] = value(s, idx)
-            other = np.arange(s.n)[idx] ^ mask
+            own = np.arange(s.n)[idx]
+            other = own ^ by if kind == "bfly" else np.where(own % 32 >= by, own - by, own)
             put(s, idx, whole[other])
 
         return run
@@ -512,15 +524,29 @@ class _Translator:
         def run(s: _Run, idx: Index) -> None:
             where = address(s, idx)
             if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, False)
+                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, READ)
             elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, False)
+                memory, at = s.shared, s.shared_access(where, size * count, idx, READ)
             else:
                 raise s.fail(f"loads from the {space} space are outside the subset")
             words = memory.view(view)
             first = at // size
             for i, put in enumerate(puts):
                 put(s, idx, words[first + i].view(dtype))
+
+        return run
+
+    def _atom(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
+        """Additions of 32-bit integers to shared memory. What they return depends on an order nobody knows, so a pattern is returned."""
+        if parts[1:] != ["shared", "add", "u32"]:
+            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
+        put, value = self.put(ins.operands[0]), self.get(ins.operands[2], "u32")
+        address, _ = self.address(ins.operands[1])
+
+        def run(s: _Run, idx: Index) -> None:
+            at = s.shared_access(address(s, idx), 4, idx, ATOMIC)
+            np.add.at(s.shared.view(np.uint32), at // 4, value(s, idx))
+            put(s, idx, np.uint32(0xA5A5A5A5))
 
         return run
 
@@ -535,9 +561,9 @@ class _Translator:
         def run(s: _Run, idx: Index) -> None:
             where = address(s, idx)
             if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, True)
+                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, WRITE)
             elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, True)
+                memory, at = s.shared, s.shared_access(where, size * count, idx, WRITE)
             else:
                 raise s.fail(f"stores to the {space} space are outside the subset")
             words = memory.view(view)

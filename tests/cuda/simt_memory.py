@@ -8,6 +8,7 @@ import numpy as np
 
 BASE = 1 << 32
 """Address of the first allocation: small integers are never valid addresses."""
+READ, WRITE, ATOMIC = 0, 1, 2
 GUARD = 256
 FILL = 0xA5
 VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -77,7 +78,7 @@ class GlobalMemory:
 @dataclass
 class AccessLog:
     """Accesses of one launch to one memory; ``check`` finds two threads that touch a word without a barrier between, one of them
-    writing.
+    writing. ``write`` is READ, WRITE or ATOMIC; atomics do not race with each other.
     """
 
     kind: str
@@ -85,11 +86,11 @@ class AccessLog:
     granule: int = 4
 
     def add(
-        self, address: np.ndarray, size: int, thread: np.ndarray, block: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray, write: bool
+        self, address: np.ndarray, size: int, thread: np.ndarray, block: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray, write: int
     ) -> None:
         if size < 4:
             self.granule = 1
-        self.entries.append((address, np.int64(size), thread, block, epoch, warp_epoch, np.bool_(write)))  # type: ignore[arg-type]
+        self.entries.append((address, np.int64(size), thread, block, epoch, warp_epoch, np.int8(write)))  # type: ignore[arg-type]
 
     def check(self, across_blocks: bool) -> str | None:
         """A sentence about the first race, or None. ``across_blocks``: nothing orders blocks, so they may not share written words."""
@@ -98,7 +99,7 @@ class AccessLog:
         columns = [self._spread(*e) for e in self.entries]
         word, thread, block, epoch, warp_epoch, write = (np.concatenate([c[i] for c in columns]) for i in range(6))
         place = word if across_blocks else word * (int(block.max()) + 1) + block
-        written = np.unique(place[write])
+        written = np.unique(place[write > 0])
         at = np.searchsorted(written, place)
         keep = (at < len(written)) & (written[np.minimum(at, len(written) - 1)] == place)
         word, place, thread, block, epoch, warp_epoch, write = (a[keep] for a in (word, place, thread, block, epoch, warp_epoch, write))
@@ -119,7 +120,7 @@ class AccessLog:
         first = address // self.granule
         words = (first[:, None] + np.arange(pieces)).reshape(-1)
         wide = [np.repeat(a, pieces) for a in (thread, block, epoch, warp_epoch)]
-        return words, *wide, np.full(len(words), bool(write))
+        return words, *wide, np.full(len(words), np.int8(write))
 
     def _message(self, word: np.ndarray, bad: np.ndarray, what: str, who: np.ndarray) -> str:
         names = sorted(set(who[bad].tolist()))[:2]
@@ -140,7 +141,8 @@ def _groups_with(who: np.ndarray, write: np.ndarray, keys: tuple[np.ndarray, ...
     starts = np.flatnonzero(change)
     w = who[order]
     mixed = np.minimum.reduceat(w, starts) != np.maximum.reduceat(w, starts)
-    bad = np.flatnonzero(mixed & np.maximum.reduceat(write[order].astype(np.int8), starts).astype(bool))
+    kinds = write[order]
+    bad = np.flatnonzero(mixed & (np.maximum.reduceat(kinds, starts) > READ) & (np.minimum.reduceat(kinds, starts) < ATOMIC))
     if not len(bad):
         return None
     ends = np.append(starts, len(who))

@@ -32,9 +32,10 @@ def _remainder(a, b):  # type: ignore[no-untyped-def]
 
 
 def _mul_hi(a, b):  # type: ignore[no-untyped-def]
-    if a.dtype.itemsize == 4:
+    bits = 8 * a.dtype.itemsize
+    if bits < 64:
         wide = np.int64 if np.issubdtype(a.dtype, np.signedinteger) else np.uint64
-        return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+        return ((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(a.dtype)
     mask, s = np.uint64(0xFFFFFFFF), np.uint64(32)
     al, ah, bl, bh = a & mask, a >> s, np.uint64(b) & mask, np.uint64(b) >> s
     mid = ah * bl + ((al * bl) >> s)

@@ -43,7 +43,7 @@ class Module:
 
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(")
 _PARAM = re.compile(r"\.param \.[bufs](\d+)(?: \.ptr[^,]*?)? ([\w$]+)")
-_SHARED = re.compile(r"\.shared \.align (\d+) \.b8 ([\w$]+)\[(\d+)\];")
+_SHARED = re.compile(r"\.shared \.align (\d+) \.[busf](\d+) ([\w$]+)(?:\[(\d+)\])?;")
 _GLOBAL = re.compile(r"\.global \.align \d+ \.b8 ([\w$]+)\[(\d+)\](?: = \{(.*)\})?;")
 _INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);")
 _SCOPED = re.compile(r"\{ \.reg \.b\d+ (\w+); (mov.*;) \}")
@@ -96,7 +96,7 @@ def parse(text: str) -> Module:
 def _body_line(function: Function, line: str) -> None:
     found = _SHARED.search(line)
     if found:
-        align, name, size = int(found[1]), found[2], int(found[3])
+        align, name, size = int(found[1]), found[3], int(found[2]) // 8 * int(found[4] or 1)
         at = -(-function.shared_size // align) * align
         function.shared[name] = (at, size)
         function.shared_size = at + size + _GAP

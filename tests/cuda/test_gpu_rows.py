@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from ggufc.codegen.kernels.cache import StoreRows, row_bytes
+from ggufc.codegen.kernels.convolution import SsmConv
 from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.hadamard import Hadamard
-from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
+from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
-from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
+from ggufc.codegen.kernels.select import GetRowsPlain, KqMask
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
@@ -217,18 +218,6 @@ def test_sums_of_strided_rows():
     assert np.abs(got - a.sum(0, dtype=np.float64)).max() < 1e-5
 
 
-@pytest.mark.parametrize("order", ["desc", "asc"])
-@pytest.mark.parametrize("n, k", [(8, 2), (128, 8), (1500, 5), (40, 40)])
-def test_top_k(n, k, order):
-    """Ties go to the lower index."""
-    a = RNG.integers(0, 30, (3, n)).astype(np.float32)
-    a[0, 0], a[0, 1] = -0.0, 0.0
-    spec = TopK(contiguous("f32", (n, T)), k, order)
-    got = run(spec, [a, np.zeros((3, k), np.int32)], [1], tiles(spec.grid(), {"T": 3}), T=3)[1]
-    want = np.argsort(-a if order == "desc" else a, axis=1, kind="stable")[:, :k]
-    assert (got == want).all()
-
-
 @pytest.mark.parametrize("a_layout", ["rows", "columns"])
 def test_strided_products(a_layout):
     """K q and V p of unfused attention: adjacent along K, and along N."""
@@ -276,6 +265,21 @@ def test_kernels_that_walk_rows_in_order():
     assert np.abs(got - cube.sum(1)).max() < 1e-5
     spec = Fill(2.5, rows)
     assert (run(spec, [np.zeros_like(a)], [0], tiles(spec.grid(), env), **env)[0] == 2.5).all()
+
+
+def test_convolution():
+    """S69: taps in order, over strided inputs and weights."""
+    channels, taps, tokens = 37, 3, 5
+    x, w = normal(channels, taps - 1 + tokens), normal(channels, taps)
+    spec = SsmConv(contiguous("f32", (taps - 1 + T, channels)), contiguous("f32", (taps, channels)), contiguous("f32", (channels, T)))
+    got = run(spec, [x, w, np.zeros((tokens, channels), np.float32)], [2], tiles(spec.grid(), {"T": tokens}), T=tokens)[2]
+    want = np.stack([(x[:, t : t + taps].astype(np.float64) * w).sum(1) for t in range(tokens)])
+    assert np.abs(got - want).max() < 1e-6
+
+
+def test_counting():
+    got = run(Counting(9), [np.zeros((3, 9), np.int32)], [0], 3)[0]
+    assert (got == np.arange(9)).all()
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q5_0"])

@@ -10,11 +10,13 @@ import assembler
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.cache import StoreRows
+from ggufc.codegen.kernels.convolution import SsmConv
 from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.elementwise import Copy, Elementwise
 from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.hadamard import Hadamard
-from ggufc.codegen.kernels.lists import Blend, Fill, ListSpans, MaskToIndex
+from ggufc.codegen.kernels.indexer import IndexerScores, IndexerSelect
+from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
@@ -72,6 +74,12 @@ CATALOGUE = [
     SumRows(contiguous("f32", (8, T)), contiguous("f32", (1, T))),
     TopK(contiguous("f32", (128, T)), 8),
     TopK(contiguous("f32", (4000, T)), 40),
+    TopK(contiguous("f32", (Dim((((("KV",)), 1),)), T)), 2048),
+    IndexerScores(128, 64, "f16"),
+    IndexerScores(128, 32, "q8_0"),
+    IndexerSelect(2048, 4),
+    SsmConv(contiguous("f32", (3 + T, 4096)), contiguous("f32", (4, 4096)), contiguous("f32", (4096, T))),
+    Counting(2048),
     KqMask(Dim((((("KV",)), 1),))),
     StridedMatMul(contiguous("f32", (128, 64, 8)), contiguous("f32", (128, T, 32)), contiguous("f32", (64, T, 32))),
 ]
@@ -105,7 +113,7 @@ def test_every_form_assembles(sm, tmp_path):
 
 
 @needs_ptxas
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("sm", ["sm_80", "sm_90"])
 def test_every_weight_type_assembles(sm, tmp_path):
     types = [t for t in known_formats() if kernel_name(t) == t]

@@ -122,6 +122,31 @@ $B:
     assert (execute(body) == np.where((lanes ^ 8) < 40, 2000, 1000) + (lanes ^ 8)).all()
 
 
+COUNTING = """
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra $ZEROED;
+  st.shared.b32 [%rd11], %r1;
+$ZEROED:
+  bar.sync 0;
+  atom.shared.add.u32 %r3, [%rd10], 3;
+  {barrier}
+  ld.shared.b32 %r5, [%rd10];
+  st.global.b32 [%rd4], %r5;
+"""
+
+
+def test_atomics_do_not_race_with_each_other_but_with_plain_accesses():
+    assert (execute(COUNTING.format(barrier="bar.sync 0;")) == 3 * 64).all()
+    fails(COUNTING.format(barrier=""), "race on shared memory")
+
+
+def test_shuffles_up():
+    got = execute("  shfl.sync.up.b32 %r5, %r1, 3, 0, -1;\n  st.global.b32 [%rd4], %r5;")
+    lanes = np.arange(64)
+    assert (got == np.where(lanes % 32 >= 3, lanes - 3, lanes)).all()
+    fails("  shfl.sync.down.b32 %r5, %r1, 3, 31, -1;", "outside the subset")
+
+
 def test_endless_loops_end():
     fails("$L:\n  bra.uni $L;\n", "does not end")
 
@@ -139,6 +164,7 @@ ARITHMETIC = [
     ("bfe.u32 %r5, 0x12345678, 8, 12;", 0x456),
     ("bfe.s32 %r5, 0x12345F78, 8, 4;", 0xFFFFFFFF),
     ("mul.hi.u32 %r5, 0xFFFFFFFF, 0xFFFFFFFF;", 0xFFFFFFFE),
+    ("mov.u16 %rs1, 40000;\n  mul.hi.u16 %rs2, %rs1, 1000;\n  cvt.u32.u16 %r5, %rs2;", 40000 * 1000 >> 16),
     ("cvt.rn.f32.s32 %r5, -3;", 0xC0400000),
     ("cvt.rzi.s32.f32 %r5, 0fC0700000;", 0xFFFFFFFD),
     ("fma.rn.f32 %r5, 0f3F800001, 0f3F800001, 0fBF800002;", 0x28800000),
