@@ -428,6 +428,8 @@ class Emitter:
         form cannot saturate in its 16-bit sums (2 * 127 * 128 < 32768) and is used as it is.
         """
         n = acc.type.count
+        if self.target.is_arm and n == 4:
+            return self._dot4_neon(acc, u, s, u_max)
         vnni = self.target.vnni
         if (vnni == "avx512" and n in (4, 8, 16)) or (vnni == "avx" and n in (4, 8)):
             ty = vec(I32, n)
@@ -470,6 +472,35 @@ class Emitter:
         even = b.call(madd, [b.and_(uw, self.const(words, 0xFF)), b.ashr(b.shl(sw, eight), eight)])
         odd = b.call(madd, [b.lshr(uw, eight), b.ashr(sw, eight)])
         return b.add(acc, b.add(even, odd))
+
+
+    def _dot4_neon(self, acc: Value, u: Value, s: Value, u_max: int) -> Value:
+        if self.target.vnni:
+            return self._neon("usdot.v4i32.v16i8", acc, u, s)
+        if u_max <= 127:
+            return self.dot4_signed(acc, u, s)
+        b, ty = self.b, acc.type
+        acc = self.dot4_signed(acc, b.and_(u, self.const(ty, 0x7F7F7F7F)), s)
+        top = b.and_(b.lshr(u, self.const(ty, 7)), self.const(ty, 0x01010101))
+        return b.add(acc, b.shl(self.dot4_signed(self.const(ty, 0), top, s), self.const(ty, 7)))
+
+    def dot4_signed(self, acc: Value, a: Value, s: Value) -> Value:
+        """As ``dot4`` with both factors signed, for targets with ``signed_dot`` (NEON) and four lanes."""
+        if "dotprod" in self.target.features:
+            return self._neon("sdot.v4i32.v16i8", acc, a, s)
+        b, ints, words, bytes_ = self.b, vec(I32, 4), vec(I16, 8), vec(I8, 16)
+        pairs = self.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", ints, [words])
+        halves = []
+        for at in (0, 8):  # products of two signed bytes fit 16 bits, sums of two do not
+            x, y = (b.sext(self.extract_vector(b.bitcast(v, bytes_), at, 8), words) for v in (a, s))
+            halves.append(b.call(pairs, [b.mul(x, y)]))
+        join = self.intrinsic("llvm.aarch64.neon.addp.v4i32", ints, [ints, ints])
+        return b.add(acc, b.call(join, halves))
+
+    def _neon(self, name: str, acc: Value, a: Value, s: Value) -> Value:
+        bytes_ = vec(I8, 16)
+        fn = self.intrinsic(f"llvm.aarch64.neon.{name}", acc.type, [acc.type, bytes_, bytes_])
+        return self.b.call(fn, [acc, self.b.bitcast(a, bytes_), self.b.bitcast(s, bytes_)])
 
 
 class _Loop:

@@ -51,25 +51,31 @@ def _atomic_store(e: Emitter, v: Value, p: Value, ordering: str = "release") -> 
 
 def _syscall(e: Emitter, number: int, a: Value, b: Value, c: Value, d: Value) -> None:
     """Linux system call with four arguments; the result is not needed."""
-    if e.target.triple.startswith("aarch64"):
+    if e.target.is_arm:
         number = {_SYS_FUTEX: 98, _SYS_SCHED_YIELD: 124}[number]
-        asm = ir.InlineAsm(ir.FunctionType(I64, [I64] * 5), "svc #0", "={x0},{x8},{x0},{x1},{x2},{x3},~{memory}", side_effect=True)
-    else:
-        asm = ir.InlineAsm(
-            ir.FunctionType(I64, [I64] * 5), "syscall", "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory}", side_effect=True
-        )
+        call = e.global_const(I32, _ARM_SYSCALL, "syscall")
+        e.b.call(_TypedPointer(call, ir.FunctionType(VOID, [I64] * 5)), [a, b, c, d, e.i64(number)])
+        return
+    asm = ir.InlineAsm(
+        ir.FunctionType(I64, [I64] * 5), "syscall", "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory}", side_effect=True
+    )
     e.b.call(asm, [e.i64(number), a, b, c, d])
 
 
+_ARM_SYSCALL = (0xAA0403E8, 0xD4000001, 0xD65F03C0)
+"""``mov x8, x4; svc #0; ret`` as a table of words: llvmlite on x86 has no assembler for AArch64, and the whole image is executable."""
+
+
 def _pause(e: Emitter) -> None:
-    if e.target.triple.startswith("aarch64"):
+    if e.target.is_arm:
         e.b.call(e.intrinsic("llvm.aarch64.hint", VOID, [I32]), [e.i32(1)])
     else:
         e.b.call(e.intrinsic("llvm.x86.sse2.pause", VOID, []), [])
 
 
 def _cycles(e: Emitter) -> Value:
-    return e.b.call(e.intrinsic("llvm.readcyclecounter", I64, []), [])
+    """A counter that runs evenly; the cycle counter of AArch64 is the kernel's own, so its timer serves."""
+    return e.b.call(e.intrinsic("llvm.readsteadycounter" if e.target.is_arm else "llvm.readcyclecounter", I64, []), [])
 
 
 def _futex(e: Emitter, p: Value, op: int, value: Value) -> None:
@@ -149,9 +155,9 @@ def _emit_run(module: ir.Module, target: Target) -> None:
 class _TypedPointer:
     """llvmlite reads the callee's function type from ``.function_type``; an opaque pointer has none."""
 
-    def __init__(self, pointer: Value) -> None:
+    def __init__(self, pointer: Value, function_type: ir.FunctionType = KERNEL_TYPE) -> None:
         self._pointer = pointer
-        self.function_type = KERNEL_TYPE
+        self.function_type = function_type
         self.type = pointer.type
 
     def get_reference(self) -> str:

@@ -30,7 +30,7 @@ def target_machine(target: Target) -> Any:
     """Position-independent code in the small model: references stay relative, so the image can be mapped anywhere."""
     _initialise()
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu="generic" if target.triple.startswith("aarch64") else "x86-64",
+        cpu="generic" if target.is_arm else "x86-64",
         features=target.feature_string(),
         opt=3,
         reloc="pic",

@@ -13,16 +13,25 @@ _V2 = ("cx16", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2")
 _V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 _AVX512 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
-LEVELS: dict[str, tuple[str, ...]] = {
+X86_LEVELS: dict[str, tuple[str, ...]] = {
     "x86-64": (),
     "x86-64-v3": _V3,
     "avxvnni": (*_V3, "avxvnni"),
     "avx512vnni": (*_AVX512, "avx512vnni"),
     "avx512vbmi": (*_AVX512, "avx512vnni", "avx512vbmi"),
 }
-"""Feature levels from the weakest to the strongest; a level needs all the features listed."""
+_NEON = ("neon",)
+_DOTPROD = (*_NEON, "lse", "dotprod")
+ARM_LEVELS: dict[str, tuple[str, ...]] = {
+    "aarch64": _NEON,
+    "aarch64-dotprod": _DOTPROD,
+    "aarch64-i8mm": (*_DOTPROD, "i8mm"),
+}
+LEVELS: dict[str, tuple[str, ...]] = {**X86_LEVELS, **ARM_LEVELS}
+"""Feature levels, of each architecture from the weakest to the strongest; a level needs all the features listed."""
 
 X86_TRIPLE = "x86_64-unknown-linux-gnu"
+ARM_TRIPLE = "aarch64-unknown-linux-gnu"
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,10 @@ class Target:
     features: tuple[str, ...]
 
     @property
+    def is_arm(self) -> bool:
+        return self.triple == ARM_TRIPLE
+
+    @property
     def lanes(self) -> int:
         if "avx512f" in self.features:
             return 16
@@ -44,11 +57,12 @@ class Target:
 
     @property
     def has_fma(self) -> bool:
-        return "fma" in self.features
+        return "fma" in self.features or self.is_arm
 
     @property
     def has_f16c(self) -> bool:
-        return "f16c" in self.features
+        """Whether vectors of halves are widened and narrowed by instructions."""
+        return "f16c" in self.features or self.is_arm
 
     @property
     def vector_bits(self) -> int:
@@ -56,10 +70,19 @@ class Target:
 
     @property
     def vnni(self) -> str:
-        """Which ``vpdpbusd`` exists: ``avx512``, ``avx`` or none (empty)."""
+        """The instruction that multiplies quads of unsigned by quads of signed bytes: ``avx512`` or ``avx`` for ``vpdpbusd``, ``neon``
+        for ``usdot``, or none (empty).
+        """
         if "avx512vnni" in self.features:
             return "avx512"
+        if "i8mm" in self.features:
+            return "neon"
         return "avx" if "avxvnni" in self.features else ""
+
+    @property
+    def signed_dot(self) -> bool:
+        """Whether quads of *signed* bytes are multiplied faster than quads of unsigned by signed ones (NEON without ``usdot``)."""
+        return self.is_arm and "i8mm" not in self.features
 
     def feature_string(self) -> str:
         """LLVM feature string; wide vectors must be asked for, LLVM prefers 256 bits otherwise."""
@@ -74,37 +97,50 @@ def host_features() -> frozenset[str]:
 
 
 def strongest_level(features: frozenset[str]) -> str:
-    """Name of the strongest level whose features are all there."""
-    return next(name for name in reversed(LEVELS) if features.issuperset(LEVELS[name]))
+    """Name of the strongest level whose features are all there; ``neon`` tells the architectures apart."""
+    levels = ARM_LEVELS if "neon" in features else X86_LEVELS
+    return next(name for name in reversed(levels) if features.issuperset(levels[name]))
+
+
+_IMPLIED = {
+    "avx2": _V3,
+    "fma": _V3,
+    "avxvnni": _V3,
+    "avx512f": _AVX512,
+    "avx512vnni": _AVX512,
+    "avx512vbmi": (*_AVX512, "avx512vnni"),
+    "lse": _NEON,
+    "dotprod": _DOTPROD,
+    "i8mm": _DOTPROD,
+}
 
 
 def resolve(text: str = "native") -> Target:
-    """Target from ``native``, a level name (``x86-64-v3``) or a feature list (``avx2,fma,f16c,...``).
+    """Target from ``native``, a level name (``x86-64-v3``, ``aarch64-dotprod``) or a feature list (``avx2,fma,f16c,...``).
 
     A feature list is mapped to the strongest level it contains in full. Raises CodegenError for unknown names.
     """
     text = text.strip().removeprefix("cpu:")
     if text in LEVELS:
-        return Target(X86_TRIPLE, text, LEVELS[text])
+        return _at_level(text)
     if text == "native":
-        have = host_features()
-    else:
-        have = frozenset(part.strip().lstrip("+") for part in text.split(",") if part.strip())
-        known = {f for features in LEVELS.values() for f in features}
-        unknown = sorted(have - known)
-        if unknown or not have:
-            raise CodegenError(
-                f"--target {text!r}: unknown {'feature ' + ', '.join(unknown) if unknown else 'target'}; "
-                f"use native, a level ({', '.join(LEVELS)}) or a list of features ({', '.join(sorted(known))})"
-            )
-        implied = {
-            "avx2": _V3,
-            "fma": _V3,
-            "avxvnni": _V3,
-            "avx512f": _AVX512,
-            "avx512vnni": _AVX512,
-            "avx512vbmi": (*_AVX512, "avx512vnni"),
-        }
-        have = have.union(*(implied.get(f, ()) for f in have))
-    level = strongest_level(have)
-    return Target(X86_TRIPLE, level, LEVELS[level])
+        return _at_level(strongest_level(host_features()))
+    have = frozenset(part.strip().lstrip("+") for part in text.split(",") if part.strip())
+    known = {f for features in LEVELS.values() for f in features}
+    unknown = sorted(have - known)
+    if unknown or not have:
+        raise CodegenError(
+            f"--target {text!r}: unknown {'feature ' + ', '.join(unknown) if unknown else 'target'}; "
+            f"use native, a level ({', '.join(LEVELS)}) or a list of features ({', '.join(sorted(known))})"
+        )
+    arm = have & {f for features in ARM_LEVELS.values() for f in features}
+    if arm and have != arm:
+        raise CodegenError(
+            f"--target {text!r}: {', '.join(sorted(arm))} are features of AArch64, {', '.join(sorted(have - arm))} of x86-64; "
+            "name those of one CPU"
+        )
+    return _at_level(strongest_level(have.union(*(_IMPLIED.get(f, ()) for f in have))))
+
+
+def _at_level(level: str) -> Target:
+    return Target(ARM_TRIPLE if level in ARM_LEVELS else X86_TRIPLE, level, LEVELS[level])

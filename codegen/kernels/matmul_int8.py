@@ -45,6 +45,10 @@ class Int8Product:
         """Bytes of one unpacked group."""
         return self.blocks * self.panel.block_bytes
 
+    def signed(self, e: Emitter) -> bool:
+        """Whether codes are made signed before they are multiplied: where the target has no product of all unsigned bytes."""
+        return self.panel.signed(e)
+
     def stride(self) -> int:
         """Bytes between the records of consecutive tokens."""
         return q8_record(self.k).stride
@@ -55,7 +59,10 @@ class Int8Product:
         for i, cursor in self._walk(e, group, part):
             if self.format.prefetch and len(rows) == 1:
                 self._prefetch(e, i, cursor)
-            self._block(e, self.format.unpack(e, cursor), rows, i, acc, self.format.offset)
+            u = self.format.unpack(e, cursor)
+            if self.signed(e):
+                u.quads = [without_offset(e, q) for q in u.quads]
+            self._block(e, u, rows, i, acc, 0 if self.signed(e) else self.format.offset)
         return [a.get() for a in acc]
 
     def _prefetch(self, e: Emitter, i: Value, cursor: Cursor) -> None:
@@ -138,8 +145,14 @@ class Int8Product:
         else:
             total = e.const(ints, 0)
         for j in range(per * g, per * (g + 1)):
-            total = e.dot4(total, u.quads[j], e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes), self.format.u_max)
+            a = e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes)
+            total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, self.format.u_max)
         return total
+
+
+def without_offset(e: Emitter, quad: Value) -> Value:
+    """Codes stored with the offset 128 as signed bytes."""
+    return e.b.xor(quad, e.const(quad.type, -0x7F7F7F80))
 
 
 def _dot(e: Emitter, a: Sequence[Value], c: Sequence[Value]) -> Value:
@@ -155,7 +168,7 @@ class Panel:
     """An unpacked group: per block of 32 columns eight code quads of 16 rows, then scales and minima.
 
     Where ``dot4`` takes all unsigned bytes at full speed, codes are moved to offset 128, so that the accumulator starts from a plain
-    load.
+    load. Where only signed bytes are multiplied, codes with the offset 128 lose it.
     """
 
     format: WeightFormat
@@ -170,15 +183,22 @@ class Panel:
     def block_bytes(self) -> int:
         return 512 + 64 * self.numbers
 
+    def signed(self, e: Emitter) -> bool:
+        return e.target.signed_dot and self.format.u_max > 127 and self.format.offset == 128
+
     def offset(self, e: Emitter) -> int:
+        if self.signed(e):
+            return 0
         return 128 if self.format.offset and e.target.vnni else self.format.offset
 
     def write(self, e: Emitter, panel: Value, i: Value, part: Value, u: Unpacked, offset: int) -> None:
         lanes = e.target.lanes
         at = e.at(e.at(panel, i, self.block_bytes), part, 4 * lanes)
-        move = self.offset(e) - offset
+        move = 0 if self.signed(e) else self.offset(e) - offset
         for q, quad in enumerate(u.quads):
-            if move:  # bytes stay below 256, so no carry crosses them
+            if self.signed(e):
+                quad = without_offset(e, quad)
+            elif move:  # bytes stay below 256, so no carry crosses them
                 quad = e.b.add(quad, e.const(quad.type, move * 0x01010101))
             e.store(quad, e.gep(at, 64 * q))
         if u.parts is not None:

@@ -26,6 +26,8 @@ class PtxTarget:
     has_fma = True
     has_f16c = True
     vnni = ""
+    is_arm = False
+    signed_dot = False
     features: tuple[str, ...] = ()
 
     @property

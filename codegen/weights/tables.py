@@ -18,10 +18,14 @@ def lookup16(e: Emitter, quads: list[Value], table: Sequence[int]) -> list[Value
     if e.spmd:
         return [e.lookup16(q, table) for q in quads]
     lanes = e.target.lanes
+    bytes_ = vec(I8, 4 * lanes)
+    if e.target.is_arm:
+        fn = e.intrinsic("llvm.aarch64.neon.tbl1.v16i8", bytes_, [bytes_, bytes_])
+        entries = e.const_vec(I8, [_signed(v) for v in table])
+        return [e.b.bitcast(e.b.call(fn, [entries, e.b.bitcast(q, bytes_)]), q.type) for q in quads]
     name = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}.get(lanes) if "avx2" in e.target.features else None
     if name is None:
         return [_steps(e, q, table) for q in quads]
-    bytes_ = vec(I8, 4 * lanes)
     shuffle = e.intrinsic(name, bytes_, [bytes_, bytes_])
     register = e.const_vec(I8, [_signed(v) for v in table] * (lanes // 4))
     return [e.b.bitcast(e.b.call(shuffle, [register, e.b.bitcast(q, bytes_)]), q.type) for q in quads]
