@@ -46,6 +46,11 @@ class Target:
     features: tuple[str, ...]
 
     @property
+    def arch(self) -> str:
+        """``x86_64`` or ``aarch64``, as the kernel names machines."""
+        return self.triple.split("-", 1)[0]
+
+    @property
     def is_arm(self) -> bool:
         return self.triple == ARM_TRIPLE
 

@@ -184,11 +184,16 @@ def _require_runnable(target: str) -> None:
     """Refuse code for a CPU this machine is not before it is compiled; ``native`` and artifacts need no look."""
     if target == "native":
         return
+    import platform
+
     from ggufc.codegen.cpu.target import resolve
     from ggufc.errors import DriverError
     from ggufc.runtime.cpuinfo import host_features
 
-    missing = sorted(set(resolve(target).features) - host_features())
+    wanted, machine = resolve(target), platform.machine()
+    if wanted.arch != {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine):
+        raise DriverError(f"--target {target} is code for {wanted.arch}, and this machine is {machine}; ggufc compile makes it for another")
+    missing = sorted(set(wanted.features) - host_features())
     if missing:
         raise DriverError(
             f"--target {target} needs CPU features this machine lacks: {', '.join(missing)}; leave --target out to run here, or use "

@@ -6,9 +6,9 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 
-import aarch64
 import numpy as np
 
+import aarch64
 from ggufc.codegen.cpu.image import Image
 from ggufc.codegen.cpu.target import ARM_LEVELS, LEVELS, Target, host_features, resolve
 from ggufc.codegen.kernel_build import build_image
