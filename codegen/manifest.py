@@ -55,7 +55,8 @@ def make_manifest(
             values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
             rope["freq_factors"] = [float(v) for v in values]
         rows = form(parse_dim(info.rows))
-        caches.append(Cache(info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window, rope, rows))
+        head = info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window
+        caches.append(Cache(*head, rope, rows, info.hadamard))
     return Manifest(
         abi=abi.ABI_VERSION,
         arch=model.arch,
@@ -74,5 +75,9 @@ def make_manifest(
         programs=programs,
         kernels=kernels,
         drivers={name: image.symbols[name][0] for name in (WORKER, EVAL)},
-        options={"target": options.target, "pipeline": options.pipeline or "default"},
+        options={
+            "target": options.target,
+            "pipeline": options.pipeline or "default",
+            **{f"builder.{name}": repr(value) for name, value in options.builder.items()},
+        },
     )

@@ -27,7 +27,8 @@ class CompileOptions(msgspec.Struct, frozen=True):
 
 
 class CompileReport(msgspec.Struct, frozen=True):
-    """What a compilation produced; sizes in bytes, ``peak_rss`` over all processes together."""
+    """What a compilation produced; sizes in bytes, ``peak_rss`` over all processes together; ``notes``: options that could not take
+    effect."""
 
     output: str
     seconds: float
@@ -39,3 +40,4 @@ class CompileReport(msgspec.Struct, frozen=True):
     target: str
     peak_rss: int
     phases: dict[str, float]
+    notes: list[str] = []

@@ -62,7 +62,8 @@ def _fetch(
             jobs=jobs,
             builder=builder,
         )
-        compile_file(source, output, compile_options, progress)
+        for note in compile_file(source, output, compile_options, progress).notes:
+            say(f"note: {note}")
 
     return cache.fetch(source, options, build, waiting=lambda: say(f"another process is compiling {source.name}, waiting for it"))
 
@@ -82,7 +83,8 @@ def artifact_for(
 ) -> Path:
     """The artifact behind any model reference: an artifact itself, or a model compiled to the cache.
 
-    ``type_k`` and ``type_v`` (default f16) are fixed at compile time; asking an existing artifact for other ones is a ``DriverError``.
+    ``type_k`` and ``type_v`` (default f16) and ``builder`` are fixed at compile time; asking an existing artifact for other ones is a
+    ``DriverError``.
     """
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
     options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
@@ -97,23 +99,29 @@ def artifact_for(
         return known
     # A file that calls itself an artifact is checked once, when the session opens it.
     if path.suffix == cache.SUFFIX or is_artifact(path):
-        _check_cache_types(path, {"k": type_k, "v": type_v})
+        _check_options(path, {"k": type_k, "v": type_v}, builder or {})
         return path
     return _fetch(path, options, dict(builder or {}), jobs, say, progress)
 
 
-def _check_cache_types(artifact: Path, wanted: Mapping[str, str | None]) -> None:
-    if not any(wanted.values()):
+def _check_options(artifact: Path, types: Mapping[str, str | None], builder: Mapping[str, int | bool | str]) -> None:
+    if not any(types.values()) and not builder:
         return
+    from ggufc.models.step import OPTIONS
     from ggufc.runtime import Artifact
 
     with Artifact.open(artifact) as opened:
-        have = {"k": opened.manifest.type_k, "v": opened.manifest.type_v}
-    for part, dtype in wanted.items():
+        manifest = opened.manifest
+    have = {"k": manifest.type_k, "v": manifest.type_v}
+    for part, dtype in types.items():
         if dtype and dtype != have[part]:
             raise DriverError(
                 f"{artifact} has a {have[part]} {part.upper()} cache, not {dtype}; compile the model again with -ct{part} {dtype}"
             )
+    for name, value in builder.items():
+        compiled = manifest.options.get(f"builder.{name}", repr(OPTIONS.get(name)))
+        if compiled != repr(value):
+            raise DriverError(f"{artifact} was compiled with {name} {compiled}, not {value!r}; compile the model again with that option")
 
 
 def load(

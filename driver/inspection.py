@@ -101,18 +101,22 @@ def tensors(file: GGUFFile) -> list[Data]:
 def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: int = 1) -> Data:
     """An artifact: sections, code, caches and every program's buffers at the given limits."""
     from ggufc.runtime.binding import Limits, pad
+    from ggufc.runtime.caches import CacheLayout
 
     manifest = artifact.manifest
     limits = Limits(n_ubatch, pad(n_ctx), n_seq_max)
     env = limits.env()
+    layout = CacheLayout(artifact, limits.n_cells, n_seq_max=n_seq_max)
     caches = [
         {
             "name": cache.name,
+            "part": cache.part,
             "dtype": cache.dtype,
+            "hadamard": cache.hadamard,
             "row": cache.row,
             "heads": cache.row // cache.head if cache.head else 0,
             "window": cache.window,
-            "bytes": row_bytes(cache.dtype, cache.row) * limits.n_cells,
+            "bytes": layout.bytes_of(cache.name),
         }
         for cache in manifest.caches
     ]

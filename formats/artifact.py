@@ -55,6 +55,7 @@ class Cache(msgspec.Struct, frozen=True):
     cells; others belong to sequences (docs/runtime-inputs.md), so they do not follow when cells move.
 
     ``rope`` holds the attributes of the operator that rotated the keys (empty for values and unrotated keys): what a K-shift needs.
+    ``hadamard`` is the block of the Walsh-Hadamard transform under which rows are stored, 0 for none.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Cache(msgspec.Struct, frozen=True):
     window: int = 0
     rope: dict[str, float | int | str | list[float]] = {}
     rows: Affine = msgspec.field(default_factory=lambda: {"C": 1})
+    hadamard: int = 0
 
 
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):

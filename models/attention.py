@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node, TensorType
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
-from ggufc.models.caches import layer_caches, rope_factors
+from ggufc.models.caches import CacheInfo, layer_caches, rope_factors
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams, LayerParams
 from ggufc.models.weights import TensorSpec
@@ -23,8 +23,9 @@ ROTATION_NODES = 2 + 2
 """Rotation of queries and keys; the factor tensor and its cast."""
 _HEAD_NODES = 2 * (1 + NORM_NODES) + 1
 """Reshape and per-head norm of q and k; the reshape of v out of a packed product."""
-CACHE_NODES = 2 * 3 + 2
-"""Cache, store and view of K and V; the key's reshape before its store; the decoded V of block types."""
+CACHE_NODES = 2 * 3 + 2 + 4
+"""Cache, store and view of K and V; the key's reshape before its store; the decoded V of block types; keys, values, queries and result
+transformed."""
 SCORE_NODES = 2 + 2 + 2 + 1 + 1
 """Permuted queries and scores; their scale and bound; sinks and their cast; soft_max; weighted sum."""
 JOIN_NODES = 3 + 1
@@ -78,7 +79,7 @@ def attention(b: Builder, x: Node, i: int, *, rows: Node | None = None) -> Node:
         q, k, v = _project(b, x, i)
         q = _heads(b, q, i, "q", layer.n_head)
         k = _heads(b, k, i, "k", layer.n_head_kv)
-        o = join_heads(b, _attend(b, q, k, v, i), i)
+        o = join_heads(b, _attend(b, q, k, v, i), i, layer_cache(b, i, "v").hadamard)
         if rows is not None:
             o = b.add("get_rows", o, rows, name=f"blk.{i}.attn_rows")
         return b.linear(o, f"blk.{i}.attn_output")
@@ -113,16 +114,27 @@ def rotate(b: Builder, x: Node, layer: LayerParams, name: str) -> Node:
     return b.add("rope", x, b.positions, *([b.vector(factors)] if factors else []), name=name, **layer.rope.attrs())
 
 
+def layer_cache(b: Builder, i: int, part: str) -> CacheInfo:
+    """The cache ``part`` of layer ``i``."""
+    (info,) = (cache for cache in layer_caches(b.hp, i, b.weights, b.step) if cache.part == part)
+    return info
+
+
+def transformed(b: Builder, x: Node, block: int) -> Node:
+    """``x`` under the transform a cache is stored in (``CacheInfo.hadamard``), or out of it; x itself where there is none."""
+    return b.add("hadamard", x, name=f"{x.name}.hadamard", n=block) if block else x
+
+
 def store(b: Builder, rows: Node, i: int, part: str) -> Node:
     """Write rows [width, T] into a cache of layer ``i`` at the tokens' cells; the new version of the cache [width, C]."""
-    (info,) = (cache for cache in layer_caches(b.hp.layers[i], i, b.weights, b.step) if cache.part == part)
+    info = layer_cache(b, i, part)
     if info.head_dim % TYPES[info.dtype].block:
         raise ModelError(
             f"builder option 'type_{part}': heads of {info.head_dim} values are no whole {info.dtype} blocks of {TYPES[info.dtype].block}; "
             "choose f16"
         )
     cache = b.graph.cache(info.name, TensorType(info.dtype, (info.width, b.step.C)))
-    return b.add("set_rows", cache, rows, b.kv_slots, name=f"{info.name}.store")
+    return b.add("set_rows", cache, transformed(b, rows, info.hadamard), b.kv_slots, name=f"{info.name}.store")
 
 
 def _attend(b: Builder, q: Node, k: Node, v: Node, i: int) -> Node:
@@ -133,6 +145,7 @@ def _attend(b: Builder, q: Node, k: Node, v: Node, i: int) -> Node:
     values = decoded(b, store(b, v, i, "v"), f"{name}.v")
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(d, step.KV, g), nb=(1, width, d), offset=0)
     vv = b.add("view", values, name=f"{name}.v.view", ne=(step.KV, d, g), nb=(width, 1, d), offset=0)
+    q = transformed(b, q, layer_cache(b, i, "k").hadamard)
     return weighted_values(b, q, kk, vv, i)
 
 
@@ -160,9 +173,10 @@ def weighted_values(b: Builder, q: Node, kk: Node, vv: Node, i: int, mask: Node 
     return b.add("mul_mat", vv, p, name=f"{name}.kqv")
 
 
-def join_heads(b: Builder, o: Node, i: int) -> Node:
-    """Heads side by side: o [Dv, T, H] -> [Dv*H, T]."""
+def join_heads(b: Builder, o: Node, i: int, block: int = 0) -> Node:
+    """Heads side by side: o [Dv, T, H] -> [Dv*H, T], out of the values' transform of ``block`` values if there is one."""
     name = f"blk.{i}"
     width = o.type.ne[0] * b.hp.layers[i].n_head
     o = b.add("permute", o, name=f"{name}.kqv.permuted", axes=(0, 2, 1, 3))
-    return b.add("reshape", b.add("cont", o, name=f"{name}.kqv.cont"), name=f"{name}.kqv_out", ne=(width, b.step.T))
+    o = transformed(b, b.add("cont", o, name=f"{name}.kqv.cont"), block)
+    return b.add("reshape", o, name=f"{name}.kqv_out", ne=(width, b.step.T))

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ggufc.models.hparams import LayerParams
+from ggufc.models.cache_types import layer_type, rotation
+from ggufc.models.hparams import HParams, LayerParams
 from ggufc.models.step import Step
 from ggufc.models.weights import Weights
 
@@ -27,7 +28,8 @@ class CacheInfo(msgspec.Struct, frozen=True):
     """One persistent KV resource of a model: ``width`` values per cell, in heads of ``head_dim``.
 
     ``rope`` holds what rotated the keys (empty for values and keys that are not rotated, ``UNSHIFTABLE`` where no shift is possible),
-    ``window`` the layer's attention window. ``rows`` says how many rows there are, as a dimension of the graph.
+    ``window`` the layer's attention window. ``rows`` says how many rows there are, as a dimension of the graph; ``hadamard`` the block of
+    the transform under which values are stored (0: as they are).
     """
 
     name: str
@@ -39,6 +41,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     window: int
     rope: dict[str, Any]
     rows: str = "C"
+    hadamard: int = 0
 
 
 def absorbed(step: Step) -> bool:
@@ -69,14 +72,19 @@ def key_rope(layer: LayerParams, weights: Weights, step: Step) -> dict[str, Any]
     return layer.rope.attrs() | ({"factors": factors} if factors else {})
 
 
-def layer_caches(layer: LayerParams, i: int, weights: Weights, step: Step) -> Iterator[CacheInfo]:
+def layer_caches(hp: HParams, i: int, weights: Weights, step: Step) -> Iterator[CacheInfo]:
     """The caches of layer ``i`` under the options of ``step``: ``blk.<i>.k`` and, unless keys and values share rows, ``blk.<i>.v``."""
-    type_k = str(step.observe("type_k"))
+    layer = hp.layers[i]
+    type_k = layer_type(step, "k", i, hp.n_layer)
     rope = key_rope(layer, weights, step)
     latent = layer.latent
     if latent is not None and absorbed(step):
-        yield CacheInfo(f"blk.{i}.k", i, "k", type_k, latent.row, latent.row, layer.window, rope)
+        block = rotation(step, "k", type_k, latent.row, (latent.rank, latent.n_rot))
+        yield CacheInfo(f"blk.{i}.k", i, "k", type_k, latent.row, latent.row, layer.window, rope, hadamard=block)
         return
-    yield CacheInfo(f"blk.{i}.k", i, "k", type_k, layer.kv_width, layer.head_dim, layer.window, rope)
+    block = rotation(step, "k", type_k, layer.head_dim)
+    yield CacheInfo(f"blk.{i}.k", i, "k", type_k, layer.kv_width, layer.head_dim, layer.window, rope, hadamard=block)
     value = layer.head_dim if latent is None else latent.n_value
-    yield CacheInfo(f"blk.{i}.v", i, "v", str(step.observe("type_v")), layer.n_head_kv * value, value, layer.window, {})
+    type_v = layer_type(step, "v", i, hp.n_layer)
+    block = rotation(step, "v", type_v, value)
+    yield CacheInfo(f"blk.{i}.v", i, "v", type_v, layer.n_head_kv * value, value, layer.window, {}, hadamard=block)

@@ -106,6 +106,8 @@ def check_cache_types(step: Step) -> tuple[str, str]:
     for option in ("type_k", "idx_type_k"):
         if step.observe(option) not in CACHE_TYPES:
             raise ModelError(f"builder option {option!r} is {step.observe(option)!r}; {ARCH} supports only {', '.join(CACHE_TYPES)}")
+    if step.observe("k_hadamard"):
+        raise ModelError(f"builder option 'k_hadamard': {ARCH} has no rotated K cache; leave it out")
     return str(step.observe("type_k")), str(step.observe("idx_type_k"))
 
 

@@ -25,7 +25,7 @@ from ggufc.models.deepseek4_hparams import (
     INDEXER_STEMS,
     DeepSeek4Layer,
     DeepSeek4Params,
-    hadamard_block,
+    index_block,
 )
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import RopeParams
@@ -126,7 +126,7 @@ def _choice(b: Builder, hp: DeepSeek4Params, x: Node, qr: Node, mask: Node, rope
     """
     name, step, n, d = f"blk.{i}.indexer", b.step, hp.n_index_head, hp.n_index
     rows, _, visible, _ = (Sym(s) for s in entry_symbols(CSA))
-    block = hadamard_block(d)
+    block = index_block(d)
     new = b.add("hadamard", compress(b, x, index_compressor(b.weights, hp, i), rope), name=f"{name}.k.hadamard", n=block)
     cache = b.graph.cache(f"{name}_k", TensorType(str(step.observe("idx_type_k")), (d, rows)))
     cache = b.add("set_rows", cache, new, entry_input(b, "entry_slots", CSA), name=f"{name}_k.store")

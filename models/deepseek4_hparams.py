@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ggufc.models.cache_types import hadamard_block
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import DenseKeys, HParams, LayerParams, RopeParams, Routing, n_vocab, rope_params
 from ggufc.models.metadata import Base, Epsilon, Experts, Heads, Width, read_keys
@@ -98,7 +99,7 @@ def read(metadata: Mapping[str, Any]) -> DeepSeek4Params:
         raise ModelError(f"a head has {d} values of which {n_rot} turn; it must be a multiple of 32, more than what turns, and that even")
     if keys.n_index < n_rot or keys.n_index % 32:
         raise ModelError(f"key {ARCH}.attention.indexer.key_length is {keys.n_index}; it must be a multiple of 32, at least {n_rot}")
-    hadamard_block(keys.n_index)
+    index_block(keys.n_index)
     if keys.gating != SQRT_SOFTPLUS:
         raise ModelError(
             f"key {ARCH}.expert_gating_func is {keys.gating}; this architecture scores by the root of softplus ({SQRT_SOFTPLUS})"
@@ -180,11 +181,9 @@ COMPRESSOR_STEMS = ("attn_compressor", "attn_compress")
 INDEXER_STEMS = ("indexer_compressor", "indexer.compress")
 
 
-def hadamard_block(n: int) -> int:
-    """Size of the Walsh-Hadamard transform of indexer vectors: all of it, or the largest of 512, 256, 128, 64 that divides it."""
-    if n & (n - 1) == 0:
-        return n
-    for block in (512, 256, 128, 64):
-        if n % block == 0:
-            return block
-    raise ModelError(f"key {ARCH}.attention.indexer.key_length is {n}; it must be a power of two or a multiple of 64")
+def index_block(n: int) -> int:
+    """Size of the Walsh-Hadamard transform of indexer vectors of ``n`` values."""
+    block = hadamard_block(n)
+    if not block:
+        raise ModelError(f"key {ARCH}.attention.indexer.key_length is {n}; it must be a power of two or a multiple of 64")
+    return block

@@ -69,7 +69,7 @@ def caches(hp: HParams, weights: Weights, step: Step) -> Iterator[CacheInfo]:
     idx_type = str(step.observe("idx_type_k"))
     for i in range(hp.n_layer):
         layer = _layer(hp, i)
-        yield from layer_caches(layer, i, weights, step)
+        yield from layer_caches(hp, i, weights, step)
         if sparse and layer.full:
             d = layer.indexer.head_dim
             yield CacheInfo(f"blk.{i}.indexer_k", i, "indexer_k", idx_type, d, d, 0, dict(UNSHIFTABLE))

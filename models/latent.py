@@ -23,7 +23,19 @@ from collections.abc import Callable, Container, Iterator
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node
 from ggufc.ir.dims import is_multiple
-from ggufc.models.attention import CACHE_NODES, JOIN_NODES, ROTATION_NODES, SCORE_NODES, decoded, join_heads, rotate, store, weighted_values
+from ggufc.models.attention import (
+    CACHE_NODES,
+    JOIN_NODES,
+    ROTATION_NODES,
+    SCORE_NODES,
+    decoded,
+    join_heads,
+    layer_cache,
+    rotate,
+    store,
+    transformed,
+    weighted_values,
+)
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
 from ggufc.models.caches import absorbed
 from ggufc.models.errors import ModelError
@@ -88,7 +100,7 @@ def latent_attention(
         c, kp = _cell(b, x, i)
         mask = select(x, latent) if select is not None else None
         o = (_absorbed if absorbed(b.step) else _decompressed)(b, q_nope, q_rope, c, kp, i, mask)
-        o = join_heads(b, o, i)
+        o = join_heads(b, o, i, 0 if absorbed(b.step) else layer_cache(b, i, "v").hadamard)
         if rows is not None:
             o = b.add("get_rows", o, rows, name=f"blk.{i}.attn_rows")
         return b.linear(o, f"blk.{i}.attn_output")
@@ -140,10 +152,13 @@ def _absorbed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int,
     q_abs = b.add("mul_mat", _key_matrices(b, i), q_nope, name=f"{name}.attn_q_absorbed")
     q_abs = b.add("permute", q_abs, name=f"{name}.attn_q_absorbed.permuted", axes=(0, 2, 1, 3))
     q = b.add("concat", q_abs, q_rope, name=f"{name}.attn_q.rows", dim=0)
+    turned = layer_cache(b, i, "k").hadamard
+    q = transformed(b, q, turned)
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(m.row, step.KV, 1), nb=(1, m.row, m.row), offset=0)
     latents = decoded(b, keys, f"{name}.k")
     vv = b.add("view", latents, name=f"{name}.k.latents", ne=(step.KV, m.rank, 1), nb=(m.row, 1, m.row), offset=0)
-    return b.add("mul_mat", _value_matrices(b, i), weighted_values(b, q, kk, vv, i, mask), name=f"{name}.attn_v_b")
+    latents = transformed(b, weighted_values(b, q, kk, vv, i, mask), turned)
+    return b.add("mul_mat", _value_matrices(b, i), latents, name=f"{name}.attn_v_b")
 
 
 def _decompressed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int, mask: Node | None) -> Node:
@@ -168,7 +183,8 @@ def _decompressed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: 
     values = decoded(b, store(b, v, i, "v"), f"{name}.v")
     kk = b.add("view", keys, name=f"{name}.k.view", ne=(d, step.KV, h), nb=(1, layer.kv_width, d), offset=0)
     vv = b.add("view", values, name=f"{name}.v.view", ne=(step.KV, m.n_value, h), nb=(v_width, 1, m.n_value), offset=0)
-    return weighted_values(b, b.add("concat", q_nope, q_rope, name=f"{name}.attn_q.whole", dim=0), kk, vv, i, mask)
+    q = transformed(b, b.add("concat", q_nope, q_rope, name=f"{name}.attn_q.whole", dim=0), layer_cache(b, i, "k").hadamard)
+    return weighted_values(b, q, kk, vv, i, mask)
 
 
 def _key_matrices(b: Builder, i: int) -> Node:

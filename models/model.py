@@ -9,6 +9,7 @@ from typing import Any
 from ggufc.ir import Graph
 from ggufc.models.architecture import Architecture
 from ggufc.models.blocks import Builder
+from ggufc.models.cache_types import notes
 from ggufc.models.caches import CacheInfo, key_rope, layer_caches
 from ggufc.models.hparams import HParams
 from ggufc.models.step import Step
@@ -84,4 +85,8 @@ class Model:
         step = Step(options)
         if self.architecture.caches is not None:
             return list(self.architecture.caches(self.hparams, self.weights, step))
-        return [cache for i, layer in enumerate(self.hparams.layers) for cache in layer_caches(layer, i, self.weights, step)]
+        return [cache for i in range(self.n_layer) for cache in layer_caches(self.hparams, i, self.weights, step)]
+
+    def cache_notes(self, options: Mapping[str, Any] | None = None) -> list[str]:
+        """What the options ask of the caches in vain, a sentence each."""
+        return notes(self.caches(options), Step(options))

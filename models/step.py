@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ggufc.formats.abi import COMMON
 from ggufc.ir.dims import Dim, IntDim, Sym
+from ggufc.models.cache_types import CACHE_TYPES, OVERRIDES, override
 from ggufc.models.errors import ModelError
 
 Value = int | bool | str
@@ -22,6 +23,12 @@ SYMBOLS = COMMON
 OPTIONS: dict[str, Value] = {
     "type_k": "f16",
     "type_v": "f16",
+    "type_k_first": "",
+    "type_k_last": "",
+    "type_v_first": "",
+    "type_v_last": "",
+    "k_hadamard": False,
+    "v_hadamard": False,
     "embd_input": False,
     "mla": 3,
     "n_ctx_seq": 0,
@@ -31,13 +38,13 @@ OPTIONS: dict[str, Value] = {
     "fidx": True,
     "swa_compress": False,
 }
-"""Builder options and their defaults: dtypes of the K and V caches; whether embeddings replace token ids as input; how latent attention
-is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence may
-have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; whether
+"""Builder options and their defaults: dtypes of the K and V caches, other ones of the first or last layers, as in ``q8_0,2``, and whether
+quantised keys and values are stored under a Hadamard transform (``cache_types``); whether embeddings replace token ids as input; how latent
+attention is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence
+may have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; whether
 layers read only what an indexer chooses, where that is a choice; rows an indexer keeps (0 or -1: as the model says); whether passes may
 fuse an indexer's scores and choice; whether layers with a window cache the window's rows only."""
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _RANGES = {"mla": (0, 3), "n_ctx_seq": (0, 1 << 30), "dsa_top_k": (-1, 1 << 30)}
 
 _PREDICATE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(\w+)\s*\Z")
@@ -133,6 +140,8 @@ def _checked(name: str, value: Value) -> Value:
         raise ModelError(f"builder option {name!r} must be a {type(OPTIONS[name]).__name__}, not {value!r}")
     if name in ("type_k", "type_v", "idx_type_k") and value not in CACHE_TYPES:
         raise ModelError(f"builder option {name!r}: a cache of type {value!r} is not supported; choose one of {', '.join(CACHE_TYPES)}")
+    if name in OVERRIDES:
+        override(name, str(value))
     if name in _RANGES and not _RANGES[name][0] <= int(value) <= _RANGES[name][1]:
         raise ModelError(f"builder option {name!r} is {value}; it must lie between {_RANGES[name][0]} and {_RANGES[name][1]}")
     # The command line of another engine says -1 for "as the model says".

@@ -47,6 +47,11 @@ class CacheLayout:
                 raise ArtifactError(
                     f"{artifact.path}: cache {name} has rows of {cache.row} values of type {cache.dtype!r}, which cannot be stored"
                 )
+            if cache.hadamard and (cache.hadamard < 0 or cache.hadamard & (cache.hadamard - 1) or cache.row % cache.hadamard):
+                raise ArtifactError(
+                    f"{artifact.path}: cache {name} has rows of {cache.row} values under a transform of blocks of {cache.hadamard}, which "
+                    "cannot be; compile the model again"
+                )
             self.row_bytes[name] = cache.row // info.block * info.bytes
             self.n_rows[name] = window_rows if window_rows and cache.window else self._rows(artifact, cache, n_seq_max)
             self.offsets[name] = self.size

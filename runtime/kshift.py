@@ -2,7 +2,7 @@
 
 Keys are stored rotated by their position, so moving a cell by ``delta`` is one more rotation by ``delta``. It is a pure rotation: the
 magnitude factor of YaRN is in the stored key already and must not be applied twice. Rows that did not move keep their bytes. Quantised
-rows are dequantised, rotated and quantised again.
+rows are dequantised, rotated and quantised again; those stored under a Hadamard transform leave it for the rotation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from ggufc.formats import artifact as fmt
 from ggufc.formats.ggml_types import TYPES
+from ggufc.formats.hadamard import walsh_hadamard
 
 from .artifact import Artifact
 from .errors import RuntimeRefusal
@@ -177,6 +178,11 @@ def _is_rotation(cache: fmt.Cache) -> bool:
     return 0 < n_dims <= cache.head and n_dims % 2 == 0 and 1 < base < math.inf
 
 
+def _turned(rows: np.ndarray, cache: fmt.Cache) -> np.ndarray:
+    """Rows f32 [n, values] into the transform they are stored under, or out of it."""
+    return walsh_hadamard(rows, cache.hadamard) if cache.hadamard else rows
+
+
 def apply(cells: KVCells, buffers: Store, tensors: Mapping[str, np.ndarray] | None = None, caches: list[fmt.Cache] | None = None) -> int:
     """Rotate the keys of all moved cells and clear their deltas; returns the number of rows rotated per cache.
 
@@ -198,8 +204,8 @@ def apply(cells: KVCells, buffers: Store, tensors: Mapping[str, np.ndarray] | No
         mode, n_dims = str(cache.rope["mode"]), int(str(cache.rope["n_dims"]))
         for at in range(0, len(moved), _ROWS_AT_ONCE):
             part = moved[at : at + _ROWS_AT_ONCE]
-            rows = to_f32(store.read(part), cache.dtype)
+            rows = _turned(to_f32(store.read(part), cache.dtype), cache)
             rotate(rows.reshape(len(part), -1, cache.head), deltas[at : at + _ROWS_AT_ONCE], known[key], mode, n_dims)
-            store.write(part, from_f32(rows, cache.dtype))
+            store.write(part, from_f32(_turned(rows, cache), cache.dtype))
     cells.shift_done()
     return len(moved)

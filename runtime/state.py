@@ -20,7 +20,8 @@ the rows of these caches exist nowhere else, so a partial blob carries them, wit
                the payload of such a layer is its live rows, those of the last cells, in order of position
 
 Layers split by heads set ``SPLIT_FLAG`` in the type and add u32 G after the row size. The size is that of the full row; the payload is the
-first part's piece of every cell, then the second part's. Layers that are not split have the plain form.
+first part's piece of every cell, then the second part's. Layers that are not split have the plain form. Rows stored under a Hadamard
+transform set ``TURNED_FLAG`` and add its u32 block, after G if there is one: the same bytes mean something else without it.
 
 The size of a blob comes from the same writer over a sink that counts.
 """
@@ -44,7 +45,7 @@ from .windows import WindowRows
 SESSION_MAGIC, SESSION_VERSION = 0x6767736E, 10
 SEQUENCE_MAGIC, SEQUENCE_VERSION = 0x67677371, 4
 PARTIAL_MARKER, COMPACT_MARKER = 0x54524150, 0x53574143
-SPLIT_FLAG = 1 << 16
+SPLIT_FLAG, TURNED_FLAG = 1 << 16, 1 << 17
 V_ROWS, V_TRANSPOSED, V_ABSENT = 0, 1, 2
 
 
@@ -168,9 +169,9 @@ def _layers(sink: Sink, store: Store, n_layer: int, cells: np.ndarray | None, wi
 
 def _rows(sink: Sink, rows: CacheRows, cells: np.ndarray) -> None:
     kind = TYPES[rows.spec.dtype].id
-    if rows.split:
-        sink.put(struct.pack("<iQI", kind | SPLIT_FLAG, rows.row_bytes, rows.split))
-    else:
-        sink.put(struct.pack("<iQ", kind, rows.row_bytes))
+    block = rows.spec.hadamard
+    flags = (SPLIT_FLAG if rows.split else 0) | (TURNED_FLAG if block else 0)
+    sink.put(struct.pack("<iQ", kind | flags, rows.row_bytes))
+    sink.put(b"".join(struct.pack("<I", fact) for fact in (rows.split, block) if fact))
     for part in rows.parts:
         sink.rows(part, cells)

@@ -204,9 +204,10 @@ class _Reader:
 
     def _section(self, cache: fmt.Cache | None, where: str, n: int, window: bool = False) -> list[Section]:
         kind, row = self.source.i32(f"the type of {where}"), self.source.u64(f"the row size of {where}")
-        split = kind & state.SPLIT_FLAG if kind >= 0 else 0
+        split, turned = (kind & flag if kind >= 0 else 0 for flag in (state.SPLIT_FLAG, state.TURNED_FLAG))
+        plain = kind & ~(state.SPLIT_FLAG | state.TURNED_FLAG)
         here = "absent" if cache is None else cache.dtype
-        saved = "absent" if kind < 0 else _TYPE_NAMES.get(kind & ~state.SPLIT_FLAG, f"type {kind}")
+        saved = "absent" if kind < 0 else _TYPE_NAMES.get(plain, f"type {kind}")
         if saved != here:
             raise self.differs(where, saved, here, "compile the model with the same cache types")
         if cache is None:
@@ -221,6 +222,10 @@ class _Reader:
                 widths = list(head_split(cache, heads))
             except RuntimeRefusal as why:
                 raise self.differs(f"the split of {where}", f"{heads} heads", self.store.rows(cache.name).split, str(why)) from None
+        block = self.source.u32(f"the transform of {where}") if turned else 0
+        if block != cache.hadamard:
+            words = ["in blocks of " + str(n) if n else "absent" for n in (block, cache.hadamard)]
+            raise self.differs(f"the Hadamard transform of {where}", *words, "compile the model with the same cache options")
         offsets = [self.source.skip(width * n, f"the rows of {where}") for width in widths]
         return [Section(cache.name, offsets, widths, window)]
 

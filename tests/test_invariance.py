@@ -9,17 +9,21 @@ from hypothesis import strategies as st
 
 from support import golden_cases
 
-MODELS = [case for case in golden_cases("llama-gqa-tied", "gemma3-7", "quant-q4_k", "llama-moe-split") if case.name != "quant-q4_k-batch"]
+NAMES = ("llama-gqa-tied", "gemma3-7", "quant-q4_k", "llama-moe-split")
+MIXED = {"type_k": "q4_0", "type_v": "q8_0", "builder": {"k_hadamard": True, "v_hadamard": True, "type_k_first": "q5_1,1"}}
+MODELS = [(case, {}) for case in golden_cases(*NAMES) if case.name != "quant-q4_k-batch"]
+MODELS += [(case, MIXED) for case in golden_cases("llama-fa-q8")]
 LENGTH = 96
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda p: p.name)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda p: p[0].name + "-mixed" * bool(p[1]))
 def artifact(request, tmp_path_factory):
     from ggufc.codegen.compile import CompileOptions, compile_file
     from ggufc.runtime.artifact import Artifact
 
     path = tmp_path_factory.mktemp("artifact") / "model.ggufc"
-    compile_file(request.param / "model.gguf", path, CompileOptions(jobs=1))
+    case, options = request.param
+    compile_file(case / "model.gguf", path, CompileOptions(jobs=1, **options))
     with Artifact.open(path) as opened:
         yield opened
 

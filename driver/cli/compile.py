@@ -56,6 +56,8 @@ def command(
             jobs=jobs,
             progress=progress,
         )
+    for note in report.notes:
+        terminal.say(f"note: {note}")
     click.echo(
         f"{report.output}: {size_words(report.artifact_bytes)} ({report.artifact_bytes / report.source_bytes:.2f} x the model), "
         f"{report.kernels} kernels, {report.launches} launches, {report.seconds:.1f} s, peak memory {size_words(report.peak_rss)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,11 +107,12 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"size          {size_words(data['bytes'])}"
     yield from _table([(s["section"], str(s["count"]), size_words(s["bytes"])) for s in data["sections"]])
     entries = data["caches"]["entries"]
-    types = f"K {model['type_k']}, V {model['type_v']}"
-    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, {types}: {size_words(data['caches']['bytes'])}"
+    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, {_cache_types(entries)}: {size_words(data['caches']['bytes'])}"
     shapes: dict[tuple[str, ...], int] = {}
     for cache in entries:
-        key = (f"{cache['heads']} heads, {cache['row']} values", cache["dtype"], f"window {cache['window']}" if cache["window"] else "full")
+        reach = f"window {cache['window']}" if cache["window"] else "full"
+        turned = f"transformed in blocks of {cache['hadamard']}" if cache["hadamard"] else ""
+        key = (f"{cache['heads']} heads, {cache['row']} values", cache["dtype"], reach, turned)
         shapes[key] = shapes.get(key, 0) + 1
     yield from _table([(f"{count} x", *key) for key, count in shapes.items()])
     for program in data["programs"]:
@@ -119,6 +121,16 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"kernels       {len(kernels)}, {size_words(sum(k['bytes'] for k in kernels))}"
     yield from _table([(size_words(k["bytes"]), f"{k['launches']} launches", k["symbol"], k["signature"]) for k in kernels[:rows]])
     yield from _more(kernels, rows)
+
+
+def _cache_types(entries: list[dict[str, Any]]) -> str:
+    """``K q8_0, V f16``; of types that differ between layers ``K q8_0 x 2 + q4_0 x 28``."""
+    texts = []
+    for part in ("k", "v"):
+        counts = collections.Counter(cache["dtype"] for cache in entries if cache["part"] == part)
+        names = list(counts) if len(counts) == 1 else [f"{dtype} x {n}" for dtype, n in counts.items()]
+        texts.append(f"{part.upper()} {' + '.join(names) or 'none'}")
+    return ", ".join(texts)
 
 
 def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | None) -> Iterator[str]:

@@ -75,7 +75,17 @@ def _graph_option(*names: str, **settings: Any) -> Callable[[F], F]:
     return click.option(*names, default=None, expose_value=False, callback=_builder_option, **settings)
 
 
+def _layer_types(part: str, end: str) -> Callable[[F], F]:
+    text = f"Another dtype of the {part.upper()} cache in the {end} N layers." if end == "first" else f"Likewise in the {end} N layers."
+    return _graph_option(f"-ct{part}-{end}", f"--cache-type-{part}-{end}", f"type_{part}_{end}", metavar="TYPE,N", help=text)
+
+
 graph_options: Callable[[F], F] = stack(
+    *(_layer_types(part, end) for part in ("k", "v") for end in ("first", "last")),
+    _graph_option(
+        "-khad", "--k-cache-hadamard", "k_hadamard", is_flag=True, help="Store a quantised K cache under a Hadamard transform (less error)."
+    ),
+    _graph_option("-vhad", "--v-cache-hadamard", "v_hadamard", is_flag=True, help="Store a quantised V cache likewise."),
     _graph_option("--mla", type=click.IntRange(0, 3), help="Latent attention: 0 decompressed, 1 to 3 (default) on cached latents."),
     _graph_option("--dsa/--no-dsa", "dsa", help="Attend only to what the model's indexer chooses (where the model leaves it open)."),
     _graph_option("--dsa-top-k", "dsa_top_k", type=click.IntRange(-1), help="Rows an indexer keeps; -1: as the model says."),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ggufc.formats.hadamard import walsh_hadamard
 from ggufc.ir.dims import IntDim
 from ggufc.ir.errors import IRError
 from ggufc.ir.ops.base import Attr, Call, Op, Operand, f32, register
@@ -130,14 +131,7 @@ class Hadamard(Op):
         return a.with_dtype("f32")
 
     def evaluate(self, call: Call) -> np.ndarray:
-        n = call.attrs["n"]
-        x = call.f64(0).reshape(-1, n).copy()
-        step = 1
-        while step < n:
-            pairs = x.reshape(-1, n // (2 * step), 2, step)
-            x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(-1, n)
-            step *= 2
-        return f32(x.reshape(call.shape) / np.sqrt(n))
+        return f32(walsh_hadamard(call.f64(0), call.attrs["n"]))
 
     def flops(self, node: Node) -> IntDim:
         return node.type.numel * (node.attrs["n"].bit_length() - 1)

@@ -368,7 +368,7 @@ def test_groups_follow_from_shapes_where_keys_are_missing() -> None:
 
 @pytest.mark.parametrize(("n", "block"), [(64, 64), (128, 128), (96 * 4, 128), (192, 64), (1536, 512)])
 def test_size_of_the_indexers_transform(n: int, block: int) -> None:  # S51
-    assert deepseek4_hparams.hadamard_block(n) == block
+    assert deepseek4_hparams.index_block(n) == block
 
 
 def test_a_compacted_window_equals_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:  # C1.11

@@ -43,10 +43,10 @@ def compiled(tmp_path_factory):
     from ggufc.codegen.compile import CompileOptions, compile_file
 
     folder = tmp_path_factory.mktemp("compiled")
-    done: dict[tuple, Path] = {}
+    done: dict[tuple[str, str], Path] = {}
 
     def artifact(case: str, **options) -> Path:
-        key = (case, *sorted(options.items()))
+        key = (case, repr(sorted(options.items())))
         if key not in done:
             done[key] = folder / f"{len(done)}.ggufc"
             compile_file(ROOT / "tests" / "golden" / case / "model.gguf", done[key], CompileOptions(jobs=1, **options))

@@ -213,9 +213,12 @@ class Walk(RuleBasedStateMachine):
             assert np.array_equal(cells.list_of(seq).pos, one.session.cells.list_of(0).pos)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa-tied", "gemma3-7"])
-def test_walk(compiled, case):
-    with Artifact.open(compiled(case)) as artifact:
+MIXED = {"type_k": "q8_0", "type_v": "q4_1", "builder": {"k_hadamard": True, "v_hadamard": True, "type_k_last": "bf16,1"}}
+
+
+@pytest.mark.parametrize(("case", "options"), [("llama-gqa-tied", {}), ("gemma3-7", {}), ("llama-fa-q8", MIXED)], ids=lambda x: str(x)[:14])
+def test_walk(compiled, case, options):
+    with Artifact.open(compiled(case, **options)) as artifact:
         Walk.artifact = artifact
         run_state_machine_as_test(
             Walk, settings=settings(max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
