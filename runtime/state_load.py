@@ -224,8 +224,8 @@ class _Reader:
                 raise self.differs(f"the split of {where}", f"{heads} heads", self.store.rows(cache.name).split, str(why)) from None
         block = self.source.u32(f"the transform of {where}") if turned else 0
         if block != cache.hadamard:
-            words = ["in blocks of " + str(n) if n else "absent" for n in (block, cache.hadamard)]
-            raise self.differs(f"the Hadamard transform of {where}", *words, "compile the model with the same cache options")
+            have, want = ("in blocks of " + str(n) if n else "absent" for n in (block, cache.hadamard))
+            raise self.differs(f"the Hadamard transform of {where}", have, want, "compile the model with the same cache options")
         offsets = [self.source.skip(width * n, f"the rows of {where}") for width in widths]
         return [Section(cache.name, offsets, widths, window)]
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     "-o", "--output", "form", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True, help="Format of the result."
 )
 @click.option("--profile", is_flag=True, help="Also print where the time of each test goes: node groups, kernels, bytes (on stderr).")
+@options.compact_windows
 @options.build
 def command(
     model: str,
@@ -40,6 +41,7 @@ def command(
     ubatch_size: int,
     form: str,
     profile: bool,
+    compact_windows: bool,
     type_k: str | None,
     type_v: str | None,
     target: str,
@@ -67,6 +69,7 @@ def command(
             "n_batch": batch_size,
             "n_ubatch": ubatch_size,
             "profile": profile,
+            "compact_windows": compact_windows,
         }
         with Session(artifact, n_threads=count, **settings) as session:
             facts = _facts(model, session, count, batch_size, ubatch_size)

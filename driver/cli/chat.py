@@ -28,6 +28,8 @@ _HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; a line that
 @options.predict
 @options.sampling
 @options.context
+@options.compact_windows
+@options.defrag
 @options.build
 @options.expect_digest
 def command(model: str, system_prompt: str | None, chat_template: Path | None, n_predict: int, **given: Any) -> None:

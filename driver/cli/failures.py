@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import IO, Any
@@ -27,6 +28,7 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments[:1]
     # SIGTERM unwinds like an exception, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _terminate)
+    warnings.showwarning = _note
     try:
         result = command.main(list(arguments), prog_name="ggufc", standalone_mode=False)
         sys.stdout.flush()
@@ -102,6 +104,11 @@ def _say(message: str, prefix: str = "ggufc: error: ") -> None:
         sys.stderr.flush()
     except OSError:
         pass  # nobody reads stderr any more; the exit code still tells
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning of ours, which needs no source line: what continues with a safe setting says so once."""
+    _say(str(message), prefix="note: ")
 
 
 def _reader_gone(stdout: IO[Any]) -> int:

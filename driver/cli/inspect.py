@@ -23,6 +23,7 @@ _ROWS_SHOWN = 12
 @click.option("--metadata", "show_metadata", is_flag=True, help="List all metadata keys.")
 @click.option("-c", "--ctx-size", type=click.IntRange(1), default=None, help="Context to size caches for (default: min(trained, 4096)).")
 @click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch to size buffers for.")
+@click.option("-v", "--verbose", is_flag=True, help="Of an artifact: also run a few steps and show which graphs could be reused.")
 @click.option("--all", "everything", is_flag=True, help="Do not shorten lists.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
@@ -32,13 +33,15 @@ def command(
     show_metadata: bool,
     ctx_size: int | None,
     ubatch_size: int,
+    verbose: bool,
     everything: bool,
     as_json: bool,
 ) -> None:
     """Show what MODEL holds.
 
     Of a model: architecture, tensors by type, hyperparameters. Of an artifact: sections, buffers and peak memory with their holders at the
-    given -c and -ub, caches, reuse key, fixups, node budget and nodes, fusions, kernels and their sizes.
+    given -c and -ub, caches, reuse key, fixups, node budget and nodes, fusions, kernels and their sizes; with --verbose also how often a
+    bound graph ran again in a prompt, some decoding, a shift of positions and a restored state, and why it did not.
     """
     from ggufc import inspection
     from ggufc.cli import terminal
@@ -54,7 +57,9 @@ def command(
             data["metadata"] = {key: inspection.short_value(file.metadata[key]) for key in file.metadata}
     if is_artifact(path):
         extras = {key: data[key] for key in ("tensors", "metadata") if key in data}
-        data = _artifact(path, ctx_size, ubatch_size) | extras
+        data = _artifact(path, ctx_size, ubatch_size) | extras | ({"reuse": _reuse(path)} if verbose else {})
+    elif verbose:
+        raise click.UsageError("--verbose runs an artifact; add --compiled to show that of a model.")
     if as_json:
         click.echo(json.dumps(data, indent=2, default=str))
         return
@@ -71,6 +76,14 @@ def _artifact(path: Path, ctx_size: int | None, ubatch_size: int) -> dict[str, A
     with Artifact.open(path, features=inspection.AnyFeature()) as artifact:
         trained = artifact.manifest.n_ctx_train or 4096
         return inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
+
+
+def _reuse(path: Path) -> list[str]:
+    from ggufc.reuse_trial import reuse_trial
+    from ggufc.runtime import Artifact
+
+    with Artifact.open(path) as artifact:
+        return reuse_trial(artifact)
 
 
 def _table(rows: list[tuple[str, ...]], indent: str = "  ") -> Iterator[str]:
@@ -121,6 +134,8 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"kernels       {len(kernels)}, {size_words(sum(k['bytes'] for k in kernels))}"
     yield from _table([(size_words(k["bytes"]), f"{k['launches']} launches", k["symbol"], k["signature"]) for k in kernels[:rows]])
     yield from _more(kernels, rows)
+    for index, line in enumerate(data.get("reuse", ())):
+        yield f"graph reuse   {line}" if not index else f"  {line}"
 
 
 def _cache_types(entries: list[dict[str, Any]]) -> str:

@@ -122,6 +122,20 @@ context: Callable[[F], F] = stack(
     batches,
 )
 
+compact_windows: Callable[[F], F] = click.option(
+    "--compact-windows", is_flag=True, help="Keep only the window of layers that have one: less memory, same text."
+)
+
+defrag: Callable[[F], F] = click.option(
+    "-dt",
+    "--defrag-thold",
+    "defrag_threshold",
+    type=click.FloatRange(max=1),
+    default=-1.0,
+    show_default=True,
+    help="Gather the cells of the cache when more than this share of them is free; below 0: never.",
+)
+
 expect_digest: Callable[[F], F] = click.option(
     "--expect-digest", default=None, metavar="SHA256", help="Refuse an artifact whose file has another SHA-256."
 )
@@ -212,7 +226,9 @@ def _require_runnable(target: str) -> None:
 
 
 def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
-    """A session for the parameters of ``build``, ``context`` and ``expect_digest`` that ``given`` holds; ``more`` goes to ``Session``."""
+    """A session for the parameters of ``build``, ``context``, ``expect_digest``, ``compact_windows`` and ``defrag`` that ``given`` holds;
+    ``more`` goes to ``Session``.
+    """
     from ggufc.errors import DriverError
     from ggufc.runtime import Session
 
@@ -223,12 +239,13 @@ def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
         raise DriverError(
             f"--expect-digest is about artifacts, and {model} is a model; compile it first (ggufc compile) and give the artifact"
         )
-    settings = {
+    settings: dict[str, Any] = {
         "n_ctx": given["ctx_size"],
         "n_batch": given["batch_size"],
         "n_ubatch": given["ubatch_size"],
         "n_threads": given["threads"],
         "expect_digest": digest,
+        **{name: given[name] for name in ("compact_windows", "defrag_threshold") if name in given},
         **more,
     }
     return Session(path, **settings)

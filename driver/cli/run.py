@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 @click.option("--context-shift", is_flag=True, help="When the context is full, drop its older half and go on.")
 @options.sampling
 @options.context
+@options.compact_windows
+@options.defrag
 @options.build
 @options.expect_digest
 @click.option("--quiet", is_flag=True, help="No line about speed.")
@@ -56,6 +58,8 @@ def command(
     """
     from ggufc.cli import terminal
 
+    if context_shift and given["compact_windows"]:
+        raise click.UsageError("--context-shift moves positions, which --compact-windows does not allow; use one of them.")
     text = read_prompt(prompt, file)
     sampling = options.sampling_options(given)
     terminal.accept_any_text()

@@ -96,6 +96,7 @@ def test_a_seed_makes_sampling_repeatable(invoke, artifact: Path) -> None:
         (["-p", "x", "-m", "other"], "named twice"),
         (["-p", "x", "-ub", "0"], "-ub"),
         (["-p", "x", "--top-p", "2"], "--top-p"),
+        (["-p", "x", "--context-shift", "--compact-windows"], "--compact-windows does not allow"),
     ],
 )
 def test_contradictions_are_usage_errors(invoke, artifact: Path, arguments: list[str], message: str) -> None:
@@ -178,6 +179,40 @@ def test_perplexity(invoke, artifact: Path, tmp_path: Path) -> None:
     line = invoke("perplexity", artifact, "-f", text, "-c", 32, "-ub", 5, "-t", 2).stdout
     assert line.startswith(f"perplexity {row['perplexity']:.4f} +/- "), "batching and threads change nothing"
     assert json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--chunks", 2, "--json").stdout)["n_chunks"] == 2
+    at_once = json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--json", "-np", 4).stdout)
+    assert at_once == row, "several chunks at once give the same figure to the bit"
+
+
+def test_cache_settings_of_sessions(invoke, artifact: Path) -> None:
+    plain = invoke("run", artifact, "-p", "the cat", "-n", 5, "--temp", 0, "--ignore-eos")
+    again = invoke("run", artifact, "-p", "the cat", "-n", 5, "--temp", 0, "--ignore-eos", "--defrag-thold", 0.1)
+    assert again.stdout == plain.stdout
+    with pytest.warns(RuntimeWarning, match="compact_windows changes nothing: no layer's window"):
+        assert invoke("run", artifact, "-p", "the cat", "-n", 5, "--temp", 0, "--ignore-eos", "--compact-windows").stdout == plain.stdout
+    with pytest.warns(RuntimeWarning, match="compact_windows changes nothing"):
+        invoke("bench", artifact, "-p", 4, "-n", 0, "-r", 1, "-t", 1, "--compact-windows")
+
+
+def test_cache_options_are_part_of_the_artifact(invoke, text_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "turned.ggufc"
+    made = invoke("compile", text_model, "-o", output, "-khad", "-ctv-first", "bf16,1")
+    assert "note: the K cache is not rotated (k_hadamard): it only helps quantised types, and this one is f16" in made.stderr
+    assert "K f16, V bf16 x 1 + f16 x 1" in invoke("inspect", output).stdout
+    invoke("run", output, "-p", "a", "-n", 1, "-khad", "-ctv-first", "bf16,1")
+    with pytest.raises(DriverError, match=r"compiled with type_v_first 'bf16,1', not 'bf16,2'"):
+        invoke("run", output, "-p", "a", "-n", 1, "-ctv-first", "bf16,2")
+    with pytest.raises(DriverError, match=r"compiled with v_hadamard False, not True"):
+        invoke("run", output, "-p", "a", "-n", 1, "-vhad")
+    with pytest.raises(ggufc.GgufcError, match=r"'type_k_first' is 'q2_k,1'; give a cache type and a number of layers"):
+        invoke("compile", text_model, "-o", tmp_path / "no.ggufc", "-ctk-first", "q2_k,1")
+
+
+def test_inspect_says_which_graphs_could_be_reused(invoke, artifact: Path, text_model: Path) -> None:
+    text = invoke("inspect", artifact, "--verbose").stdout
+    assert re.search(r"^graph reuse   reused \d+ of \d+ graphs \(\d\d\.\d %\)$", text, re.MULTILINE)
+    for reason in ("first evaluation", "program eval -> eval_embd", "keys were rotated", "state was restored"):
+        assert f"  not reused 1 times: {reason}\n" in text
+    assert invoke("inspect", text_model, "-v", ok=False).exit_code == 2
 
 
 def test_logits_runs_a_golden_case(invoke, tmp_path: Path) -> None:
