@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ggufc.formats import artifact as fmt
-from ggufc.formats.ggml_types import row_bytes
 
 if TYPE_CHECKING:
     from ggufc.formats.gguf_reader import GGUFFile
