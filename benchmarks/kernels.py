@@ -23,6 +23,7 @@ from ggufc.codegen.emitter import I32, Emitter, vec
 from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.weights import FloatFormat, q8_record, weight_format
 from ggufc.formats import abi
 from ggufc.runtime.image import CodeImage
@@ -150,7 +151,7 @@ def measure(bench: Bench, spec: MatMul, prefill: int, rounds: int) -> dict[str, 
     x = aligned(row * prefill)
     x.reshape(prefill, row)[:, : spec.k] = rng.integers(0, 60, spec.k, np.uint8)
     y = aligned(4 * spec.n * prefill)
-    tail = [x.ctypes.data, y.ctypes.data, spec.k, spec.n, 0, 0, 0]
+    tail = [x.ctypes.data, y.ctypes.data, spec.k, spec.n, 0, 0, 0, rows_argument(spec.rows)]
     launches = [[weights.ctypes.data + i * one.size, *tail] for i in range(copies)]
     decode = bench.seconds(spec, launches, grid(spec), 1, rounds)
     few = launches[: max(1, min(copies, 2_000_000_000 // (spec.k * spec.n * prefill) + 1))]

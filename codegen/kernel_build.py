@@ -11,7 +11,7 @@ from llvmlite import ir
 from ggufc.codegen.cpu import driver, image, objectcode
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
-from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
+from ggufc.codegen.kernels.base import KernelSpec, code_of, signature, symbol
 from ggufc.formats.artifact import Kernel
 
 Progress = Callable[[int, int], None]
@@ -38,8 +38,8 @@ def kernel_object(spec: KernelSpec | None, target: Target) -> bytes:
 def build_image(
     specs: Sequence[KernelSpec], target: Target, jobs: int, progress: Progress | None = None
 ) -> tuple[image.Image, list[Kernel]]:
-    """Compile and link ``specs`` (with the driver functions); kernels keep the order of ``specs``."""
-    work: list[KernelSpec | None] = [None, *specs]
+    """Compile and link ``specs`` (with the driver functions); kernels keep the order of ``specs``, some share their code."""
+    work: list[KernelSpec | None] = [None, *dict.fromkeys(code_of(spec) for spec in specs)]
     objects: list[bytes] = []
     if jobs > 1 and len(work) > 2:
         # Spawned, not forked: LLVM's state must not be shared, and the parent may run threads.
@@ -56,7 +56,7 @@ def build_image(
     linked = image.link(objects)
     kernels = []
     for spec in specs:
-        offset, size = linked.symbols[symbol(spec)]
+        offset, size = linked.symbols[symbol(code_of(spec))]
         kernels.append(Kernel(symbol(spec), signature(spec), offset, size, spec.scratch_bytes(target)))
     return linked, kernels
 

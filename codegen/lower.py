@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul_id, quantize
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.lower_hyper import HYPER_MATCHERS
@@ -273,7 +274,7 @@ class Lowering:
         tiles = matmul_id.tiles(spec) * (1 if sym else -(-mult // matmul_id.TOKENS))
         out = self.result(node)
         weight = self.weights.request(experts, "packed")
-        args = (Ref("weight", weight.name), at, out, self.ref(ids)[0])
+        args = (Ref("weight", weight.name), at, out, self.ref(ids)[0], integer(rows_argument(spec.rows)))
         self.emit(Step(spec, args, (2,), node.name, sym, matmul_id.TOKENS, tiles, flops=form(product(node.type.ne), 2 * k)))
 
 

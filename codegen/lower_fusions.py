@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import matmul, rope, rowwise
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.schedule import NULL, Ref, Step, add_forms, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode
 from ggufc.codegen.weights.base import ROWS
@@ -69,7 +70,7 @@ class Product(Fusion):
         bias = Ref("weight", low.weights.request(self.bias, "plain").name) if self.bias is not None else NULL
         out = low.result(self.anchor)
         ldy = n // 2 if self.glu else n
-        args = (Ref("weight", weight.name), at, out, integer(ldx), integer(ldy), residual, integer(ldr), bias)
+        args = (Ref("weight", weight.name), at, out, integer(ldx), integer(ldy), residual, integer(ldr), bias, integer(rows_argument(rows)))
         weight_bytes: Affine = {"": n * row_bytes(w.dtype, k)}
         low.emit(
             Step(

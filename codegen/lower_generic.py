@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, select, softmax, strided_matmul
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, refuse_holes, rope_table, strided
@@ -224,7 +225,7 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
     all_sym, all_mult = rows_grid([product(x.ne[1:])])
     low.emit(Step(quantize.Quantize(k, mode, False, 0.0), (flat, integer(k), NULL, rounded), (3,), x.name + ".q8", all_sym, 1, all_mult))
     spec = matmul.MatMul(w.dtype, k, n, "none", False, sym or str(mult))
-    args = (weight, rounded, out, integer(0), integer(n), NULL, integer(0), NULL)
+    args = (weight, rounded, out, integer(0), integer(n), NULL, integer(0), NULL, integer(rows_argument(spec.rows)))
     low.emit(Step(spec, args, (2,), node.name, "", 1, matmul.grid(spec), bytes={"": n * row_bytes(w.dtype, k)}))
 
 

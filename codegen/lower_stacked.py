@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import elementwise, lists, matmul_id, quantize
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_operands import launch, strided
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
@@ -47,6 +48,7 @@ def stacked_product(low: Lowering, node: Node) -> None:
     by_head = low.schedule.new_value(form(node.type.numel, 4), f"{node.name} (by token)")
     moved = {"": heads * n * row_bytes(w.dtype, k)}
     flops = form(node.type.numel, 2 * k)
-    low.emit(Step(spec, (weight, rounded, by_head, ids), (2,), f"{node.name}.product", sym, matmul_id.TOKENS, tiles, moved, flops))
+    args = (weight, rounded, by_head, ids, integer(rows_argument(spec.rows)))
+    low.emit(Step(spec, args, (2,), f"{node.name}.product", sym, matmul_id.TOKENS, tiles, moved, flops))
     turned = Strided("f32", (n, tokens, heads), (1, n * heads, n))
     launch(low, elementwise.Copy(turned, contiguous("f32", node.ne)), (by_head, low.result(node)), (1,), node)

@@ -37,3 +37,8 @@ def symbol(spec: KernelSpec) -> str:
     """Stable symbol of the kernel's function."""
     text = signature(spec)
     return f"{text.split('(')[0]}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def code_of(spec: KernelSpec) -> KernelSpec:
+    """The specification whose code serves ``spec``: its ``code`` where it names one, else itself."""
+    return getattr(spec, "code", spec)

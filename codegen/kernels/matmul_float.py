@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggufc.codegen.emitter import F32, Emitter, Value, vec
+from ggufc.codegen.kernels.matmul_tokens import Done, Tokens, blocks, parts
 from ggufc.codegen.weights.floats import FloatFormat
 
 CHAINS = 4
@@ -22,8 +23,23 @@ class FloatProduct:
     format: FloatFormat
     k: int
 
-    def direct(self, e: Emitter, group: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
-        """Accumulators, one vector of weight rows per row of activations at ``rows``."""
+    def row_bytes(self) -> int:
+        """Bytes of the activations of one token."""
+        return 4 * self.k
+
+    def scratch_bytes(self, groups: int) -> int:
+        return 0
+
+    def run(self, e: Emitter, groups: Sequence[Value], tokens: Tokens, done: Done) -> None:
+        """All groups for all tokens."""
+        size = 4 if e.target.lanes == 16 else 2
+        with parts(e) as part:
+            for n, t in blocks(e, tokens.first, tokens.stop, size):
+                rows = tokens.rows(t, n)
+                done(part, t, [self._sums(e, group, part, rows) for group in groups])
+
+    def _sums(self, e: Emitter, group: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
+        """One vector of weight rows per row of activations at ``rows``."""
         b, lanes = e.b, e.target.lanes
         floats = vec(F32, lanes)
         acc = [[e.var(floats, e.const(floats, 0)) for _ in range(CHAINS)] for _ in rows]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from llvmlite import ir
 
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import I32, I64, Emitter, Value
-from ggufc.codegen.kernels.matmul_float import FloatProduct
-from ggufc.codegen.kernels.matmul_int8 import Int8Product
+from ggufc.codegen.kernels.matmul_product import product, row_count, store_existing
+from ggufc.codegen.kernels.matmul_tokens import Tokens
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
-from ggufc.codegen.weights.floats import FloatFormat
 
 TOKENS = 8
 """``tiles`` counts tokens in eights: a launch has that many tiles per started eight."""
@@ -27,8 +25,8 @@ _BATCH = 256
 class MatMulId:
     """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, rows], W ``n_expert`` repacked matrices one after the other.
 
-    ``rows`` is the symbol of the token count (``T``, ``O``) or a number. ``x``: q8 records (or contiguous f32 rows for float formats),
-    one per token with ``broadcast_x``, else one per (u, t).
+    ``rows`` is the symbol of the token count (``T``, ``O``) or a number; the argument ``rows`` tells it to the code. ``x``: q8 records (or
+    contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t).
 
     Tiles: ``tiles`` per started 8 tokens. A tile is a block of an expert's rows and a share of the positions in ``ids``; it takes the
     experts that *first* occur in its share, each with all tokens that chose it, wherever they stand. So every weight is unpacked once
@@ -44,19 +42,18 @@ class MatMulId:
     broadcast_x: bool
     rows: str = "T"
 
-    arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ids")
+    arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ids", "rows")
 
     def __post_init__(self) -> None:
         weight_format(self.format).check_k(self.k)
 
     @property
-    def product(self) -> Int8Product | FloatProduct:
-        fmt = weight_format(self.format)
-        return FloatProduct(fmt, self.k) if isinstance(fmt, FloatFormat) else Int8Product(fmt, self.k)
+    def code(self) -> MatMulId:
+        """The product whose code this one uses."""
+        return replace(self, rows="T")
 
     def scratch_bytes(self, target: Target) -> int:
-        product = self.product
-        return 8 * _BATCH + (product.panel_bytes() if isinstance(product, Int8Product) else 0)
+        return _listed(self, target) + 8 * _BATCH
 
     def emit(self, e: Emitter) -> None:
         _MatMulIdEmitter(self, e).emit()
@@ -79,21 +76,26 @@ def tiles(spec: MatMulId) -> int:
     return _row_blocks(spec) * spec.n_used
 
 
+def _listed(spec: MatMulId, target: Target) -> int:
+    """Where in scratch the list of positions begins."""
+    return product(spec.format, spec.k, target).scratch_bytes(1)
+
+
 class _MatMulIdEmitter:
     """State of one emission."""
 
     def __init__(self, spec: MatMulId, e: Emitter) -> None:
         self.spec, self.e = spec, e
-        self.product = spec.product
-        self.stride = 4 * spec.k if isinstance(self.product, FloatProduct) else self.product.stride()
+        self.product = product(spec.format, spec.k, e.target)
+        self.format = weight_format(spec.format)
         self.w, self.x, self.y, self.ids = (e.arg_ptr(i) for i in range(4))
-        self.chosen = e.gep(e.scratch, self.spec.scratch_bytes(e.target) - 8 * _BATCH)
+        self.chosen = e.gep(e.scratch, _listed(spec, e.target))
         self.count = e.var(I64)
 
     def emit(self) -> None:
         e, b, spec = self.e, self.e.b, self.spec
         blocks, per = _row_blocks(spec), _groups_per_tile(spec)
-        tokens = e.i64(int(spec.rows)) if spec.rows.isdigit() else e.param(spec.rows)
+        tokens = row_count(e, 4)
         total = b.mul(tokens, e.i64(spec.n_used))
         shares = b.mul(e.ceil_div(tokens, TOKENS), e.i64(spec.n_used))
         share = b.udiv(e.tile, e.i64(blocks))
@@ -104,7 +106,7 @@ class _MatMulIdEmitter:
         with e.for_range(begin, end, name="position") as position:
             expert = e.load(I32, e.at(self.ids, position, 4))
             with e.if_(b.not_(self._occurs_before(position, expert))):
-                matrix = e.at(self.w, e.sext64(expert), self.product.format.packed_bytes(spec.k, spec.n))
+                matrix = e.at(self.w, e.sext64(expert), self.format.packed_bytes(spec.k, spec.n))
                 self._expert(matrix, expert, position, total, first, last)
         e.ret()
 
@@ -139,7 +141,7 @@ class _MatMulIdEmitter:
                 self._append(at.get(), self._equal(at.get(), total, expert))
                 at.set(b.add(at.get(), e.i64(lanes)))
             with e.if_(b.icmp_signed(">", self.count.get(), e.i64(0))), e.for_range(first, last, name="group") as g:
-                self._group(e.at(matrix, g, self.product.format.group_bytes(self.spec.k)), g)
+                self._group(e.at(matrix, g, self.format.group_bytes(self.spec.k)), g)
 
     def _append(self, at: Value, bits: Value) -> None:
         """Add the positions of the set bits to the list."""
@@ -156,50 +158,19 @@ class _MatMulIdEmitter:
     # -- products ----------------------------------------------------------------------------------------------------
 
     def _group(self, group: Value, g: Value) -> None:
-        e, product = self.e, self.product
-        if isinstance(product, FloatProduct):
-            self._runs(group, g, 4 if e.target.lanes == 16 else 2, panel=False)
-            return
-        block = 8 if e.target.lanes == 16 else 4
-        with e.if_else(e.b.icmp_signed("<", self.count.get(), e.i64(product.format.panel_tokens))) as (few, many):
-            with few:
-                self._runs(group, g, block, panel=False)
-            with many:
-                product.fill_panel(e, group, e.scratch)
-                self._runs(e.scratch, g, block, panel=True)
-
-    def _runs(self, group: Value, g: Value, block: int, panel: bool) -> None:
-        """All listed positions in blocks of ``block``, then of half as many, down to one."""
-        e, b = self.e, self.e.b
-        done: Value = e.i64(0)
-        while block:
-            stop = b.add(done, b.and_(b.sub(self.count.get(), done), e.i64(-block)))
-            with e.for_range(0, ROWS // e.target.lanes, name="part") as part, e.for_range(done, stop, block, name=f"t{block}") as t:
-                positions = [e.load(I64, e.at(self.chosen, b.add(t, e.i64(i)), 8)) for i in range(block)]
-                self._block(group, g, part, positions, panel)
-            done = stop
-            block //= 2
-
-    def _block(self, group: Value, g: Value, part: Value, positions: Sequence[Value], panel: bool) -> None:
         e, b, spec = self.e, self.e.b, self.spec
-        sources = [b.udiv(p, e.i64(spec.n_used)) for p in positions] if spec.broadcast_x else positions
-        rows = [e.at(self.x, s, self.stride) for s in sources]
-        if isinstance(self.product, Int8Product) and panel:
-            values = self.product.from_panel(e, group, part, rows)
-        else:
-            values = self.product.direct(e, group, part, rows)
-        row = b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(e.target.lanes)))
-        for p, v in zip(positions, values):
-            self._store(e.at(self.y, p, 4 * spec.n), row, v)
 
-    def _store(self, y: Value, row: Value, v: Value) -> None:
-        """Rows ``row`` on, as far as they exist."""
-        e, b, lanes, n = self.e, self.e.b, self.e.target.lanes, self.spec.n
-        if n % ROWS == 0:
-            e.store(v, e.at(y, row, 4))
-            return
-        with e.if_else(b.icmp_signed("<=", row, e.i64(n - lanes))) as (whole, tail):
-            with whole:
-                e.store(v, e.at(y, row, 4))
-            with tail:
-                e.store_lanes(v, e.at(y, row, 4), e.lane_mask(lanes, b.sub(e.i64(n), row)))
+        def position(t: Value, i: int) -> Value:
+            return e.load(I64, e.at(self.chosen, b.add(t, e.i64(i)), 8))
+
+        def rows(t: Value, n: int) -> list[Value]:
+            positions = [position(t, i) for i in range(n)]
+            sources = [b.udiv(p, e.i64(spec.n_used)) for p in positions] if spec.broadcast_x else positions
+            return [e.at(self.x, s, self.product.row_bytes()) for s in sources]
+
+        def done(part: Value, t: Value, results: list[list[Value]]) -> None:
+            first = b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(e.target.lanes)))
+            outs = [e.at(self.y, position(t, i), 4 * spec.n) for i in range(len(results[0]))]
+            store_existing(e, first, spec.n, results[0], lambda row, v, i: e.store(v, e.at(outs[i], row, 4)))
+
+        self.product.run(e, [group], Tokens(e.i64(0), self.count.get(), rows), done)

@@ -8,8 +8,7 @@ with exact integer sums. Formats with integer scales per 16 columns (``integer_s
 
     acc = fma(f32(scale_0 * sum_0 + scale_1 * sum_1), d_w * d, acc);   minima likewise
 
-``direct`` unpacks weights in registers, ``panel`` reads them from an unpacked copy that serves all tokens:
-same operations, same bits.
+Weights are unpacked in registers, or read from an unpacked copy that serves all tokens: same operations, same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ggufc.codegen.emitter import F32, I32, Emitter, Value, Var, vec
+from ggufc.codegen.kernels.matmul_tokens import Done, Tokens, blocks, parts
 from ggufc.codegen.weights.activations import q8_record
 from ggufc.codegen.weights.base import Cursor, Parts, Unpacked, WeightFormat, load_f32, load_word
 
@@ -41,32 +41,71 @@ class Int8Product:
     def panel(self) -> Panel:
         return Panel(self.format)
 
-    def panel_bytes(self) -> int:
-        """Bytes of one unpacked group."""
-        return self.blocks * self.panel.block_bytes
-
     def signed(self, e: Emitter) -> bool:
         """Whether codes are made signed before they are multiplied: where the target has no product of all unsigned bytes."""
         return self.panel.signed(e)
 
-    def stride(self) -> int:
+    def row_bytes(self) -> int:
         """Bytes between the records of consecutive tokens."""
         return q8_record(self.k).stride
 
-    def direct(self, e: Emitter, group: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
-        """Accumulators, one vector of weight rows per activation record at ``rows``."""
+    def scratch_bytes(self, groups: int) -> int:
+        return groups * self.blocks * self.panel.block_bytes
+
+    def run(self, e: Emitter, groups: Sequence[Value], tokens: Tokens, done: Done) -> None:
+        """All groups for all tokens.
+
+        Few tokens unpack weights in registers. Of many, the first block unpacks them and leaves a copy in scratch for the blocks after it,
+        except where unpacking hides behind the multiplications.
+        """
+        b = e.b
+        size = 8 if e.target.lanes == 16 else 4  # 16 vector registers hold the accumulators of four tokens
+        first = tokens.first
+        with parts(e) as part:
+            if self._unpacks_once(e):
+                count = b.sub(tokens.stop, first)
+                whole = b.add(first, b.and_(count, e.i64(-size)))
+                with e.if_(b.icmp_signed(">", whole, first)):
+                    # Where nobody will read it, the copy is one block in size and costs no memory traffic.
+                    several = b.icmp_signed(">=", count, e.i64(2 * size))
+                    step = b.select(several, e.i64(self.panel.block_bytes), e.i64(0))
+                    panels = [e.gep(e.scratch, self.blocks * self.panel.block_bytes * i) for i in range(len(groups))]
+                    rows = tokens.rows(first, size)
+                    done(part, first, [self._direct(e, g, part, rows, (p, step)) for g, p in zip(groups, panels)])
+                    with e.for_range(b.add(first, e.i64(size)), whole, size, name=f"t{size}") as t:
+                        rows = tokens.rows(t, size)
+                        done(part, t, [self._from_panel(e, p, part, rows) for p in panels])
+                first, size = whole, size // 2
+            for n, t in blocks(e, first, tokens.stop, size):
+                rows = tokens.rows(t, n)
+                done(part, t, [self._direct(e, g, part, rows) for g in groups])
+
+    def _unpacks_once(self, e: Emitter) -> bool:
+        return not (self.format.light and e.target.lanes == 16)
+
+    def _direct(
+        self, e: Emitter, group: Value, part: Value, rows: Sequence[Value], panel: tuple[Value, Value] | None = None
+    ) -> list[Value]:
+        """Accumulators, one vector of weight rows per activation record at ``rows``; unpacked blocks go to ``panel`` (address, step)."""
         acc = self._accumulators(e, len(rows))
         for i, cursor in self._walk(e, group, part):
-            if self.format.prefetch and len(rows) == 1:
+            if self.format.prefetch or len(rows) > 1:
                 self._prefetch(e, i, cursor)
             u = self.format.unpack(e, cursor)
+            offset = self.format.offset
             if self.signed(e):
-                u.quads = [without_offset(e, q) for q in u.quads]
-            self._block(e, u, rows, i, acc, 0 if self.signed(e) else self.format.offset)
+                u.quads, offset = [without_offset(e, q) for q in u.quads], 0
+            if panel is not None:
+                self.panel.write(e, e.gep(panel[0], e.b.mul(i, panel[1])), part, u, offset)
+            self._block(e, u, rows, i, acc, offset)
         return [a.get() for a in acc]
 
     def _prefetch(self, e: Emitter, i: Value, cursor: Cursor) -> None:
-        """Ask for what lies ``_AHEAD`` bytes further on: of the two streams in a chunk, scales and codes, the hardware follows one."""
+        """Ask for what lies ``_AHEAD`` bytes further on.
+
+        Where several tokens share a block, or unpacking is long, too few loads are on their way; and of the two streams in a chunk, scales
+        and codes, the hardware follows one.
+        """
         m = self.format.chunk_blocks(self.k)
         lines = -(-self.format.chunk_bytes(self.k) // (64 * m))
         ahead = e.at(e.gep(cursor.supers, _AHEAD), e.b.and_(i, e.i64(m - 1)), 64 * lines)
@@ -85,18 +124,12 @@ class Int8Product:
                 with e.for_range(0, m, name="block") as j:
                     yield e.b.add(first, j), self.format.cursor(e, group, self.k, chunk, j, part)
 
-    def from_panel(self, e: Emitter, panel: Value, part: int | Value, rows: Sequence[Value]) -> list[Value]:
-        """As ``direct``, from a group unpacked by ``fill_panel``."""
+    def _from_panel(self, e: Emitter, panel: Value, part: Value, rows: Sequence[Value]) -> list[Value]:
+        """As ``_direct``, from an unpacked group."""
         acc = self._accumulators(e, len(rows))
         with e.for_range(0, self.blocks, name="k") as i:
             self._block(e, self.panel.read(e, panel, i, part), rows, i, acc, self.panel.offset(e))
         return [a.get() for a in acc]
-
-    def fill_panel(self, e: Emitter, group: Value, panel: Value) -> None:
-        """Unpack one group."""
-        with e.for_range(0, 16 // e.target.lanes, name="part") as part:
-            for i, cursor in self._walk(e, group, part):
-                self.panel.write(e, panel, i, part, self.format.unpack(e, cursor), self.format.offset)
 
     def _accumulators(self, e: Emitter, tokens: int) -> list[Var]:
         floats = vec(F32, e.target.lanes)
@@ -191,14 +224,12 @@ class Panel:
             return 0
         return 128 if self.format.offset and e.target.vnni else self.format.offset
 
-    def write(self, e: Emitter, panel: Value, i: Value, part: Value, u: Unpacked, offset: int) -> None:
-        lanes = e.target.lanes
-        at = e.at(e.at(panel, i, self.block_bytes), part, 4 * lanes)
-        move = 0 if self.signed(e) else self.offset(e) - offset
+    def write(self, e: Emitter, block: Value, part: Value, u: Unpacked, offset: int) -> None:
+        """Store a block unpacked with ``offset`` at ``block``."""
+        at = e.at(block, part, 4 * e.target.lanes)
+        move = self.offset(e) - offset
         for q, quad in enumerate(u.quads):
-            if self.signed(e):
-                quad = without_offset(e, quad)
-            elif move:  # bytes stay below 256, so no carry crosses them
+            if move:  # bytes stay below 256, so no carry crosses them
                 quad = e.b.add(quad, e.const(quad.type, move * 0x01010101))
             e.store(quad, e.gep(at, 64 * q))
         if u.parts is not None:

@@ -95,8 +95,8 @@ class WeightFormat:
     """Whether integer sums are multiplied by integer scales before they become f32: fewer steps where scales serve 16 columns."""
     prefetch: ClassVar[bool] = False
     """Whether one-token products ask for memory ahead: worth it where unpacking is so long that few loads are on their way."""
-    panel_tokens: ClassVar[int] = 64
-    """From this many tokens on a group is unpacked to scratch first; below, unpacking again for every block of tokens is cheaper."""
+    light: ClassVar[bool] = False
+    """Whether vectors of 16 lanes unpack faster than they multiply: then every block of tokens unpacks weights anew."""
 
     # -- layout ------------------------------------------------------------------------------------------------------
 

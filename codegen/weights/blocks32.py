@@ -35,7 +35,7 @@ def _high_bits(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 class Q4_0(WeightFormat):
-    type_name, offset, u_max = "q4_0", 8, 15
+    type_name, offset, u_max, light = "q4_0", 8, 15, True
     code_bytes, scale_bytes = 256, 32
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
@@ -47,7 +47,7 @@ class Q4_0(WeightFormat):
 
 
 class Q4_1(WeightFormat):
-    type_name, has_min, u_max = "q4_1", True, 15
+    type_name, has_min, u_max, light = "q4_1", True, 15, True
     code_bytes, scale_bytes = 256, 64
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
@@ -100,7 +100,7 @@ class Q6_0(WeightFormat):
 
 
 class Q8_0(WeightFormat):
-    type_name, offset = "q8_0", 128
+    type_name, offset, light = "q8_0", 128, True
     code_bytes, scale_bytes = 512, 32
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
@@ -112,7 +112,7 @@ class Q8_0(WeightFormat):
 
 
 class IQ4_NL(WeightFormat):
-    type_name, offset, u_max = "iq4_nl", 128, 241
+    type_name, offset, u_max, light = "iq4_nl", 128, 241, True
     code_bytes, scale_bytes = 256, 32
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:

@@ -158,7 +158,7 @@ class Q6_K(KQuant):
 
 
 class IQ4_XS(KQuant):
-    type_name, mode, offset, u_max = "iq4_xs", "q8_k", 128, 241
+    type_name, mode, offset, u_max, light = "iq4_xs", "q8_k", 128, 241, True
     code_bytes, scale_bytes, super_bytes = 256, 16, 32
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:

@@ -13,6 +13,7 @@ from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.weights import known_formats, q8_record, weight_format
 from ggufc.formats.activations import round_activations, round_q8_2, round_q8_k
 from ggufc.formats.ggml_types import row_bytes, type_by_name
@@ -111,7 +112,7 @@ def multiply(
     n_out = spec.n // spec.unit
     ldy = ldy or n_out
     y = np.full((len(x), ldy), np.nan, np.float32)
-    args = [packed, records(x, weight_format(spec.format).mode), y, spec.k, ldy, residual, n_out, bias]
+    args = [packed, records(x, weight_format(spec.format).mode), y, spec.k, ldy, residual, n_out, bias, rows_argument(spec.rows)]
     result = run(spec, target, args, grid(spec), loaded=loaded(spec, target), **{spec.rows: len(x)})[2]
     assert result is not None
     return result

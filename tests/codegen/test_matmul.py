@@ -88,7 +88,7 @@ def test_a_fixed_number_of_rows():
     w = packed("q8_0", weight_rows("q8_0", 64, 16), 64)
     y = np.zeros((4, 16), np.float32)
     spec = MatMul("q8_0", 64, 16, "none", False, "3")
-    y = run(spec, NATIVE, [w, records(x, "q8_2"), y, 64, 16, None, 0, None], grid(spec), loaded=loaded(spec, NATIVE), T=1)[2]
+    y = run(spec, NATIVE, [w, records(x, "q8_2"), y, 64, 16, None, 0, None, -3], grid(spec), loaded=loaded(spec, NATIVE), T=1)[2]
     assert y[:3].all() and not y[3].any()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.matmul_id import TOKENS, MatMulId, tiles
+from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.weights import weight_format
 from harness import run, runnable_targets
 from products import NATIVE, loaded, multiply, packed, records, weight_rows
@@ -36,7 +37,7 @@ def choose(name: str, x: np.ndarray, ids: np.ndarray, target=NATIVE, broadcast: 
     """f32 [tokens, USED, n]; what the kernel does not write stays NaN."""
     spec = MatMulId(name, K, n, EXPERTS, USED, broadcast, rows)
     y = np.full((len(ids), USED, n), np.nan, np.float32)
-    args = [np.concatenate(experts(name, n)), records(x, weight_format(name).mode), y, ids]
+    args = [np.concatenate(experts(name, n)), records(x, weight_format(name).mode), y, ids, rows_argument(rows)]
     count = tiles(spec) * -(-len(ids) // TOKENS)
     result = run(spec, target, args, count, loaded=loaded(spec, target), **({} if rows.isdigit() else {rows: len(ids)}))[2]
     assert result is not None
