@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ggufc.codegen.options import CompileOptions, CompileReport
 from ggufc.formats.cuda import CudaManifest
 from ggufc.formats.errors import GgufcError
+
+if TYPE_CHECKING:
+    from ggufc.codegen.schedule import Schedule
 
 
 def compile_here(
@@ -50,7 +53,7 @@ def compile_here(
         manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)
         weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
         graphs = {c.name: print_graph(c.graph) for c in compilations}
-        ptx = _gpu_code(specs, options.target, say)
+        ptx = _gpu_code([c.schedule for c in compilations], options.target, say)
         write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total), ptx)
         lap("weights")
         model_notes = model.cache_notes(options.for_builder())
@@ -72,7 +75,7 @@ def compile_here(
     )
 
 
-def _gpu_code(specs: list[Any], target: str, say: Callable[[str, int, int], None]) -> tuple[CudaManifest, dict[str, str]] | None:
+def _gpu_code(schedules: list[Schedule], target: str, say: Callable[[str, int, int], None]) -> tuple[CudaManifest, dict[str, str]] | None:
     """PTX of every kernel for every GPU among the targets; None if there is none."""
     from ggufc.codegen import nvptx
 
@@ -80,9 +83,9 @@ def _gpu_code(specs: list[Any], target: str, say: Callable[[str, int, int], None
     if not gpus:
         return None
     say("gpu kernels", 0, 1)
-    texts = nvptx.emit_all(specs, gpus)
+    texts = nvptx.emit_all(list(dict.fromkeys(spec for schedule in schedules for spec in schedule.kernels())), gpus)
     say("gpu kernels", 1, 1)
-    return nvptx.manifest(specs, texts), texts
+    return nvptx.manifest(schedules, texts), texts
 
 
 def _send(event: dict[str, object]) -> None:

@@ -86,6 +86,13 @@ class Schedule:
         """Distinct specifications in order of first use."""
         return list(dict.fromkeys(step.spec for step in self.steps))
 
+    def written(self) -> list[dict[int, Affine]]:
+        """Per launch the arguments it writes, with the bytes of the value there; nothing for outputs and caches."""
+        return [
+            {k: dict(self.values[step.args[k].value].size) if step.args[k].kind == "value" else {} for k in step.writes}
+            for step in self.steps
+        ]
+
     def __str__(self) -> str:
         lines = [f"schedule @{self.name}: {len(self.steps)} launches, {len(self.kernels())} kernels, {len(self.values)} values"]
         waits = self._waits(lambda ref: ref.resource)

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import msgspec
 
+from .artifact import Affine
+
 KEY = "ggufc.cuda"
 TENSOR = "ggufc.ptx"
 DIGEST = "ptx"
 MAX_GRID = 2**31 - 1
 """Blocks of a one-dimensional grid; kernels step through their tiles, so a smaller grid computes them all."""
+
+
+PTX_VERSIONS = {"sm_80": 70, "sm_86": 71, "sm_89": 78, "sm_90": 78, "sm_100": 86}
+"""Architecture -> the PTX version its code is written in: the oldest that knows it, so that old drivers can load the code."""
+
+
+def newest_for(capability: int) -> str | None:
+    """The newest architecture whose code a device of ``capability`` (90 for sm_90) runs; None if all are newer."""
+    usable = [name for name in PTX_VERSIONS if int(name.removeprefix("sm_")) <= capability]
+    return max(usable, key=lambda name: int(name.removeprefix("sm_")), default=None)
 
 
 class Factor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,8 +52,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
     """The entries that together do what one CPU kernel does, in order.
 
-    With ``extra_bytes`` they share extra memory of that many bytes per token and per ``extra_div`` entries of the cell list, and run over
-    slices of the tokens so that it stays within the runtime's budget.
+    With ``extra_bytes`` they share extra memory of that
+    many bytes per token and per ``extra_div`` entries of the cell list, and run over slices of the tokens so that it stays within the
+    runtime's budget.
     """
 
     signature: str
@@ -54,12 +67,16 @@ class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
 class CudaManifest(msgspec.Struct, frozen=True):
     """GPU code of an artifact: ``targets`` in ascending order, ``kernels`` in the order of the CPU manifest, PTX versions (80 for 8.0) and
     digests.
+
+    ``writes``: by program, per launch, the arguments (by index) it writes, with the bytes of the value that begins there (nothing for
+    outputs and caches); all others it reads.
     """
 
     targets: list[str]
     ptx_versions: list[int]
     sha256: list[str]
     kernels: list[CudaKernel]
+    writes: dict[str, list[dict[int, Affine]]] = {}
 
 
 def tiles(factors: list[Factor], env: dict[str, int]) -> int:

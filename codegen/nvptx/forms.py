@@ -25,6 +25,7 @@ from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
 from ggufc.codegen.kernels.sums import SumRowsExt
+from ggufc.codegen.schedule import Schedule
 from ggufc.formats import cuda as fmt
 from ggufc.ir.dims import IntDim
 
@@ -134,8 +135,15 @@ def emit_all(specs: Sequence[KernelSpec], targets: Sequence[PtxTarget]) -> dict[
     return dict(zip((t.sm for t in ordered), ptx.to_text(ordered, module, blocks)))
 
 
-def manifest(specs: Sequence[KernelSpec], texts: dict[str, str]) -> fmt.CudaManifest:
+def manifest(schedules: Sequence[Schedule], texts: dict[str, str]) -> fmt.CudaManifest:
     """Description of the GPU code of an artifact; ``texts`` maps architectures to PTX."""
+    specs = dict.fromkeys(spec for schedule in schedules for spec in schedule.kernels())
     names = sorted(texts, key=lambda name: int(name.removeprefix("sm_")))
     digests = [hashlib.sha256(texts[name].encode()).hexdigest() for name in names]
-    return fmt.CudaManifest(names, [resolve(name).ptx_version for name in names], digests, [describe(spec) for spec in specs])
+    return fmt.CudaManifest(
+        names,
+        [resolve(name).ptx_version for name in names],
+        digests,
+        [describe(spec) for spec in specs],
+        {s.name: s.written() for s in schedules},
+    )

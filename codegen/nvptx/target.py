@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ggufc.codegen.errors import CodegenError
+from ggufc.formats.cuda import PTX_VERSIONS
 
 TRIPLE = "nvptx64-nvidia-cuda"
-
-PTX_VERSIONS = {"sm_80": 70, "sm_86": 71, "sm_89": 78, "sm_90": 78, "sm_100": 86}
-"""Architecture -> the PTX version its code is written in: the oldest that knows it, so that old drivers can load the code."""
 
 
 @dataclass(frozen=True)

@@ -3,40 +3,46 @@
     from ggufc.runtime.cuda import on_device, open_device
     with open_device() as device, Session("model.ggufc", executor=on_device(device)) as s: ...
 
-``device`` is the interface a GPU is used through, ``pycuda_device`` its implementation (pycuda is imported when a device is opened, never
-before), ``code`` reads an artifact's PTX, ``caches`` holds the KV caches, ``executor`` runs programs.
+``device`` is the interface a GPU is used through; ``pycuda_device`` and ``library_device`` implement it over pycuda and over the driver
+library (loaded when a device is opened, never before), with ``pool`` under both. ``code`` reads an artifact's PTX, ``weights`` and
+``caches`` hold them on the device, ``launches`` starts kernels, ``recordings`` replays micro-batches as CUDA graphs, ``executor`` runs
+programs. ``division`` says which layers run on the device, ``offload`` runs a program divided so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 
+from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.binding import BoundProgram
 from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.executor import Executor
 
 from .device import Device
 from .executor import CudaExecutor
+from .offload import OffloadExecutor
 from .weights import Progress
 
-__all__ = ["CudaExecutor", "Device", "device_names", "on_device", "open_device"]
+__all__ = ["CudaExecutor", "Device", "OffloadExecutor", "device_names", "make_device", "on_device", "open_device"]
 
 
 @contextmanager
 def open_device(index: int = 0, binding: str = "auto") -> Iterator[Device]:
-    """GPU ``index``; RuntimeRefusal says what is missing where there is none.
-
-    ``binding``: ``pycuda``, ``library`` (the driver library without any package), or ``auto``: pycuda where it is installed.
-    """
-    device = _open(index, binding)
+    """GPU ``index`` while the context lasts; as ``make_device`` otherwise."""
+    device = make_device(index, binding)
     try:
         yield device
     finally:
         device.close()
 
 
-def _open(index: int, binding: str) -> Device:
+def make_device(index: int = 0, binding: str = "auto") -> Device:
+    """GPU ``index``, to be closed by the caller; RuntimeRefusal says what is missing where there is none.
+
+    ``binding``: ``pycuda``, ``library`` (the driver library without any package), or ``auto``: pycuda where it is installed.
+    """
     if binding == "auto":
         binding = "pycuda" if find_spec("pycuda") else "library"
     if binding == "pycuda":
@@ -57,6 +63,23 @@ def device_names() -> list[str]:
     return device_names()
 
 
-def on_device(device: Device, progress: Progress | None = None) -> Callable[..., CudaExecutor]:
-    """What makes a session run on ``device``: its ``executor`` argument."""
-    return partial(CudaExecutor, device=device, progress=progress)
+def on_device(
+    device: Device, progress: Progress | None = None, n_gpu_layers: int = -1, closing: Callable[[], None] = lambda: None
+) -> Callable[..., BoundProgram]:
+    """What makes a session run on ``device``: its ``executor`` argument.
+
+    ``n_gpu_layers``: the last N layers, everything with one more than there are, or -1; 0 runs on the CPU. ``progress`` reports the upload
+    of weights in bytes. ``closing`` is called when the session closes.
+    """
+
+    def make(artifact: Artifact, program: str = "eval", *args: object, **options: object) -> BoundProgram:
+        given: dict[str, object] = dict(options, device=device, progress=progress)
+        if options.get("share") is None:
+            given["closing"] = closing
+        if n_gpu_layers < 0 or n_gpu_layers > artifact.manifest.n_layer:
+            return CudaExecutor(artifact, program, *args, **given)  # type: ignore[arg-type]
+        if n_gpu_layers == 0:
+            return Executor(artifact, program, *args, **options)  # type: ignore[arg-type]
+        return OffloadExecutor(artifact, program, *args, n_gpu_layers=n_gpu_layers, **given)  # type: ignore[arg-type, misc]
+
+    return make

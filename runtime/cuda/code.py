@@ -18,11 +18,28 @@ from .device import Device, PtxTooNew
 _REMEDY = "compile the model again with this version of ggufc"
 
 
-def cuda_manifest(artifact: Artifact) -> fmt.CudaManifest:
-    """The description of the artifact's GPU code. RuntimeRefusal if it has none, ArtifactError if it does not fit the CPU manifest."""
+def target_for(device: Device | None) -> str:
+    """The ``--target`` item whose code ``device`` runs best; RuntimeRefusal for a device that is too old for any."""
+    if device is None:
+        return "cuda:sm_80"
+    newest = fmt.newest_for(device.capability)
+    if newest is None:
+        raise RuntimeRefusal(
+            f"{device.name} is sm_{device.capability}, and GPU code needs {next(iter(fmt.PTX_VERSIONS))} or newer; run on the CPU"
+        )
+    return f"cuda:{newest}"
+
+
+def cuda_manifest(artifact: Artifact, device: Device | None = None) -> fmt.CudaManifest:
+    """The description of the artifact's GPU code. RuntimeRefusal, with the target ``device`` wants, if it has none; ArtifactError if it
+    does not fit the CPU manifest.
+    """
     text = artifact.metadata.get(fmt.KEY)
     if not isinstance(text, str):
-        raise RuntimeRefusal(f"{artifact.path}: this artifact holds no GPU code; compile the model with --target cuda:sm_80 (or newer)")
+        raise RuntimeRefusal(
+            f"{artifact.path}: this artifact holds no GPU code; compile the model with --target native,{target_for(device)}, or run on "
+            "the CPU"
+        )
     try:
         manifest = fmt.loads(text)
     except msgspec.DecodeError as error:
@@ -65,14 +82,14 @@ class LoadedCode:
 
 def load_code(artifact: Artifact, device: Device) -> LoadedCode:
     """Load the newest code the device and its driver can run. RuntimeRefusal says what would have to change."""
-    manifest = cuda_manifest(artifact)
+    manifest = cuda_manifest(artifact, device)
     known = [(int(name.removeprefix("sm_")), i) for i, name in enumerate(manifest.targets)]
     usable = sorted((c, i) for c, i in known if c <= device.capability)
     if not usable:
         names = ", ".join(manifest.targets)
         raise RuntimeRefusal(
             f"{artifact.path}: its GPU code is for {names}, {device.name} is sm_{device.capability}; compile the model with "
-            f"--target cuda:sm_{device.capability} or older"
+            f"--target native,{target_for(device)}, or run on the CPU"
         )
     refused: PtxTooNew | None = None
     for _, i in reversed(usable):

@@ -11,7 +11,7 @@ An executor may hold only some stretches of a program's launches (``Piece``): th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +39,11 @@ _SLACK = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of launches; activation slots copied to the device before it and from it afterwards."""
+    """A stretch of launches; activation slots copied to the device before it and from it afterwards, with the bytes to copy."""
 
     launches: range
-    incoming: tuple[int, ...] = ()
-    outgoing: tuple[int, ...] = ()
+    incoming: Mapping[int, fmt.Affine] = field(default_factory=dict)
+    outgoing: Mapping[int, fmt.Affine] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,8 +70,8 @@ class CudaExecutor(Binding):
     """One program of an artifact on ``device``. Other arguments are those of ``Executor``; ``n_threads`` is accepted and means nothing.
 
     ``progress(done, total)`` reports the upload of weights in bytes. ``pieces`` are the stretches of launches that run here (all by
-    default), ``caches`` the caches they need. RuntimeRefusal, before anything is allocated, if memory does not suffice. The device stays
-    the caller's: closing the executor frees its memory only.
+    default), ``caches`` the caches they need. RuntimeRefusal, before anything is allocated, if memory does not suffice. Closing the
+    executor frees its memory and calls ``closing``; the device stays the caller's.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class CudaExecutor(Binding):
         progress: Progress | None = None,
         pieces: Sequence[Piece] | None = None,
         caches: Collection[str] | None = None,
+        closing: Callable[[], None] = lambda: None,
     ) -> None:
         self._owned: list[int] = []
-        self._owner = share is None
+        self._owner, self._closing = share is None, closing
         self._marks: list[Any] | None = None
         if share is None:
             if device is None:
@@ -256,23 +257,19 @@ class CudaExecutor(Binding):
                 if kind == "input":
                     used = math.prod(fmt.evaluate(form, env) for form in self.input_specs[name].ne)
                     device.send(buffer.address, buffer.host[:used])
-        for slot in piece.incoming:
-            device.send(self._slot_address(slot), self.staged[slot][: self.slot_size(slot, env)])
+        for slot, size in piece.incoming.items():
+            device.send(self._slot_address(slot), self.staged[slot][: fmt.evaluate(size, env)])
 
     def _copy_out(self, piece: Piece, env: Mapping[str, int], last: bool) -> None:
         device = self._device
-        for slot in piece.outgoing:
-            device.receive(self._slot_address(slot), self.staged[slot][: self.slot_size(slot, env)])
+        for slot, size in piece.outgoing.items():
+            device.receive(self._slot_address(slot), self.staged[slot][: fmt.evaluate(size, env)])
         for name, array in self._outputs.items() if last else ():
             used = math.prod(fmt.evaluate(form, env) for form in self.program.outputs[name])
             device.receive(self._buffers["output", name].address, array[:used])
 
     def _slot_address(self, slot: int) -> int:
         return self._arena_base + self._slot_offset[slot]
-
-    def slot_size(self, slot: int, env: Mapping[str, int]) -> int:
-        """Bytes an activation slot needs for the symbols ``env``."""
-        return max(fmt.evaluate(form, env) for form in self.program.slots[slot].sizes)
 
     def output(self, name: str) -> np.ndarray:
         """f32 view of an output at the sizes of the last ``eval``, numpy order."""
@@ -308,6 +305,7 @@ class CudaExecutor(Binding):
         self._free()
         self._weights.release()
         self._weights = None
+        self._closing()
 
     def __enter__(self) -> CudaExecutor:
         return self
