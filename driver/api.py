@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ggufc import cache
+from ggufc import cache, devices
 from ggufc.errors import DriverError
 from ggufc.files import Progress
+from ggufc.formats.cuda import split_target
 from ggufc.resolve import is_artifact, model_file
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def compile(
 ) -> CompileReport:
     """Compile a GGUF model into the artifact ``output``, which appears whole or not at all.
 
-    ``target`` is ``native``, a feature level or a list of CPU features; ``type_k`` and ``type_v`` are the dtypes of the KV cache;
-    ``passes`` replaces the pass pipeline; ``builder`` holds options of the model's graph (``{"mla": 0}``); ``jobs`` bounds the processes
-    used. Raises ``GgufcError``.
+    ``target`` is ``native``, a feature level or a list of CPU features, with ``cuda:sm_90`` items for GPU code; ``type_k`` and ``type_v``
+    are the dtypes of the KV cache; ``passes`` replaces the pass pipeline; ``builder`` holds options of the model's graph (``{"mla": 0}``);
+    ``jobs`` bounds the processes used. Raises ``GgufcError``.
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 
@@ -89,7 +90,7 @@ def artifact_for(
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
     options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
     options |= {f"builder.{key}": repr(value) for key, value in (builder or {}).items()}
-    if target == "native":
+    if split_target(target)[0] == "native":
         from ggufc.runtime.cpuinfo import host_features
 
         options["host"] = ",".join(sorted(host_features()))
@@ -132,13 +133,23 @@ def load(
     type_v: str | None = None,
     builder: Mapping[str, int | bool | str] | None = None,
     progress: Progress | None = None,
+    device: str = "auto",
+    n_gpu_layers: int | None = None,
     **session_options: Any,
 ) -> Session:
     """Open a model or artifact as a ``Session``; a model file is compiled to the cache first.
 
-    ``session_options`` (``n_ctx``, ``n_threads``, ``expect_digest``, ...) are those of ``Session``. Raises ``GgufcError``.
+    ``n_gpu_layers`` layers, counted from the last, run on an NVIDIA GPU (the output too with one more than there are); ``device`` is
+    ``auto`` (the first GPU if layers are asked for and there is one), ``cpu``, ``cuda`` or ``cuda:N``. ``session_options`` (``n_ctx``,
+    ``n_threads``, ``expect_digest``, ...) are those of ``Session``. Raises ``GgufcError``.
     """
     from ggufc.runtime import Session
 
-    artifact = artifact_for(str(source), target=target, type_k=type_k, type_v=type_v, builder=builder, progress=progress)
-    return Session(artifact, **session_options)
+    placement = devices.choose(device, n_gpu_layers)
+    try:
+        wanted = placement.target(target)
+        artifact = artifact_for(str(source), target=wanted, type_k=type_k, type_v=type_v, builder=builder, progress=progress)
+        return Session(artifact, **placement.session_options(progress), **session_options)
+    except BaseException:
+        placement.close()
+        raise

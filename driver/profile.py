@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ggufc.benchmark import Test
     from ggufc.runtime import Session
+    from ggufc.runtime.cuda import Device
 
 _STREAM_BYTES = 1 << 28
 _LAYER = re.compile(r"blk\.\d+\.")
@@ -57,6 +58,23 @@ def stream_read(threads: int) -> float:
             list(pool.map(np.bitwise_or.reduce, parts))
             best = max(best, sum(p.nbytes for p in parts) / (time.perf_counter() - start))
     return best
+
+
+def device_fill(device: Device) -> float:
+    """Bytes per second at which a GPU fills its memory: what it can move, as far as one can tell without a kernel."""
+    size = min(_STREAM_BYTES, device.free_memory() // 2)
+    address = device.alloc(size)
+    try:
+        best = 0.0
+        for _ in range(6):
+            start = device.mark()
+            device.fill(address, size)
+            stop = device.mark()
+            device.synchronize()
+            best = max(best, size / (device.elapsed(start, stop) / 1e3))
+        return best
+    finally:
+        device.free(address)
 
 
 def record(session: Session, test: Test) -> list[Entry]:

@@ -27,6 +27,14 @@ def newest_for(capability: int) -> str | None:
     return max(usable, key=lambda name: int(name.removeprefix("sm_")), default=None)
 
 
+def split_target(text: str) -> tuple[str, list[str]]:
+    """A ``--target`` text as (CPU target, GPU items): items ``cuda:...`` are GPU targets, the rest is the CPU's (``native`` if nothing is
+    left).
+    """
+    items = [item.strip() for item in text.split(",")]
+    return ",".join(i for i in items if not i.startswith("cuda:")) or "native", [i for i in items if i.startswith("cuda:")]
+
+
 class Factor(msgspec.Struct, frozen=True, omit_defaults=True):
     """``mult * ceil(params[sym] / div)``; without a symbol ``mult``."""
 

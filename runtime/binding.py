@@ -84,6 +84,10 @@ class BoundProgram(Protocol):
     @property
     def n_threads(self) -> int: ...
 
+    @property
+    def where(self) -> str:
+        """What runs the program, in words."""
+
     def rebind(self) -> None: ...
 
     def eval(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None: ...

@@ -76,6 +76,11 @@ class Executor(Binding):
     def n_threads(self) -> int:
         return self.team.n_threads
 
+    @property
+    def where(self) -> str:
+        """What runs the program, in words."""
+        return f"{self.n_threads} threads"
+
     def _make_team(self, n_threads: int) -> Team:
         if not 1 <= n_threads <= MAX_THREADS:
             raise RuntimeRefusal(f"n_threads is {n_threads}; give a number from 1 to {MAX_THREADS}")

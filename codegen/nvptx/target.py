@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ggufc.codegen.errors import CodegenError
-from ggufc.formats.cuda import PTX_VERSIONS
+from ggufc.formats.cuda import PTX_VERSIONS, split_target
 
 TRIPLE = "nvptx64-nvidia-cuda"
 
@@ -42,12 +42,9 @@ class PtxTarget:
 
 
 def split(text: str) -> tuple[str, tuple[PtxTarget, ...]]:
-    """A ``--target`` text as (CPU target, GPU targets): items ``cuda:sm_90`` are GPU targets, the rest is the CPU's (``native`` if nothing
-    is left).
-    """
-    items = [item.strip() for item in text.split(",")]
-    gpus = tuple(dict.fromkeys(resolve(item) for item in items if item.startswith("cuda:")))
-    return ",".join(item for item in items if not item.startswith("cuda:")) or "native", gpus
+    """A ``--target`` text as (CPU target, GPU targets)."""
+    cpu, items = split_target(text)
+    return cpu, tuple(dict.fromkeys(resolve(item) for item in items))
 
 
 def resolve(text: str) -> PtxTarget:

@@ -12,6 +12,7 @@ from ggufc.cli import options
 
 if TYPE_CHECKING:
     from ggufc.benchmark import Test
+    from ggufc.devices import Placement
     from ggufc.runtime import Session
 
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--profile", is_flag=True, help="Also print where the time of each test goes: node groups, kernels, bytes (on stderr).")
 @options.compact_windows
 @options.build
+@options.device
 def command(
     model: str,
     n_prompt: str,
@@ -45,13 +47,15 @@ def command(
     type_k: str | None,
     type_v: str | None,
     target: str,
+    n_gpu_layers: int | None,
+    device: str,
 ) -> None:
     """Measure tokens per second as llama-bench does.
 
     ppN evaluates N tokens at once, tgN decodes N tokens one by one, from an empty cache or after -d tokens. JSON and CSV rows have
     llama-bench's field names.
     """
-    from ggufc import benchmark
+    from ggufc import benchmark, devices
     from ggufc.cli import terminal
     from ggufc.errors import DriverError
     from ggufc.runtime import Session
@@ -61,24 +65,26 @@ def command(
     if not chosen:
         raise DriverError("-p 0 and -n 0 leave nothing to measure")
     counts = benchmark.parse_counts(threads, "-t", least=1) if threads else [physical_cores()]
-    artifact = options.artifact(model, type_k, type_v, target)
     rows = []
-    for count in counts:
-        settings: dict[str, Any] = {
-            "n_ctx": benchmark.context_for(chosen),
-            "n_batch": batch_size,
-            "n_ubatch": ubatch_size,
-            "profile": profile,
-            "compact_windows": compact_windows,
-        }
-        with Session(artifact, n_threads=count, **settings) as session:
-            facts = _facts(model, session, count, batch_size, ubatch_size)
-            for test in chosen:
-                with terminal.progress() as progress:
-                    samples = benchmark.measure(session, test, repetitions, batch_size, _reporter(progress, test, count, repetitions))
-                rows.append(benchmark.row(test, samples, facts))
-                if profile:
-                    _show_profile(session, test, count)
+    with devices.choose(device, n_gpu_layers, terminal.say) as place:
+        artifact = options.artifact(model, type_k, type_v, place.target(target))
+        for count in counts:
+            settings: dict[str, Any] = {
+                "n_ctx": benchmark.context_for(chosen),
+                "n_batch": batch_size,
+                "n_ubatch": ubatch_size,
+                "profile": profile,
+                "compact_windows": compact_windows,
+                **place.session_options(close=False),
+            }
+            with Session(artifact, n_threads=count, **settings) as session:
+                facts = _facts(model, session, count, batch_size, ubatch_size, place)
+                for test in chosen:
+                    with terminal.progress() as progress:
+                        samples = benchmark.measure(session, test, repetitions, batch_size, _reporter(progress, test, count, repetitions))
+                    rows.append(benchmark.row(test, samples, facts))
+                    if profile:
+                        _show_profile(session, test, count)
     sys.stdout.write(benchmark.render(rows, form))
 
 
@@ -90,7 +96,7 @@ def _reporter(progress: Any, test: Test, threads: int, repetitions: int) -> Any:
     return report
 
 
-def _facts(model: str, session: Session, threads: int, batch_size: int, ubatch_size: int) -> dict[str, Any]:
+def _facts(model: str, session: Session, threads: int, batch_size: int, ubatch_size: int, place: Placement) -> dict[str, Any]:
     """What all rows of one session share, with llama-bench's names."""
     from ggufc import __version__
     from ggufc.inspection import model_type
@@ -103,8 +109,9 @@ def _facts(model: str, session: Session, threads: int, batch_size: int, ubatch_s
         "build_commit": f"ggufc-{__version__}",
         "build_number": 0,
         "cpu_info": cpu_name(),
-        "gpu_info": "",
-        "backends": f"CPU {manifest.level}",
+        "gpu_info": place.device.name if place.device else "",
+        "backends": f"CUDA, {place.words}" if place.device else f"CPU {manifest.level}",
+        "n_gpu_layers": place.n_gpu_layers,
         "model_filename": str(path) if path.is_file() else model,
         "model_type": model_type(session.artifact.metadata, parameters),
         "model_size": size,
@@ -133,9 +140,14 @@ def _size(model: str, session: Session) -> tuple[int, int]:
 
 def _show_profile(session: Session, test: Test, threads: int) -> None:
     from ggufc.cli import terminal
-    from ggufc.profile import record, report, stream_read
+    from ggufc.profile import device_fill, record, report, stream_read
+    from ggufc.runtime.cuda import CudaExecutor
 
-    limit = stream_read(threads)
-    terminal.say(f"{test.name}, {threads} threads; memory is read at {limit / 1e9:.1f} GB/s")
+    if isinstance(session.executor, CudaExecutor):
+        limit = device_fill(session.executor.device)
+        terminal.say(f"{test.name}, {session.executor.where}; memory is filled at {limit / 1e9:.1f} GB/s")
+    else:
+        limit = stream_read(threads)
+        terminal.say(f"{test.name}, {threads} threads; memory is read at {limit / 1e9:.1f} GB/s")
     for line in [*report(record(session, test), limit), *session.stats.reuse_lines()]:
         terminal.say(f"  {line}")

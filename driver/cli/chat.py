@@ -31,6 +31,7 @@ _HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; a line that
 @options.compact_windows
 @options.defrag
 @options.build
+@options.device
 @options.expect_digest
 def command(model: str, system_prompt: str | None, chat_template: Path | None, n_predict: int, **given: Any) -> None:
     """Talk with MODEL. The KV cache is kept between turns, so only what is new is evaluated.

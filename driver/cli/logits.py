@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("-t", "--threads", type=click.IntRange(1, 256), default=None, help="Threads, instead of the case's.")
 @click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=None, help="Micro-batch, instead of the case's.")
 @options.build
+@options.device
 def command(
     model: str,
     case_file: Path,
@@ -34,12 +35,16 @@ def command(
     type_k: str | None,
     type_v: str | None,
     target: str,
+    n_gpu_layers: int | None,
+    device: str,
 ) -> None:
     """Run the steps of CASE.json with MODEL and store one array of logits per step name in OUT.npz.
 
     A case has `options` (n_ctx, n_ubatch, threads, type_k, ...) and `steps` (decode, decode_last, decode_embd, seq_rm, ...). What this
     version does not know is refused by name. Cache types come from the case unless -ctk and -ctv say otherwise.
     """
+    from ggufc import devices
+    from ggufc.cli import terminal
     from ggufc.files import refuse_to_overwrite
     from ggufc.runtime import Session
     from ggufc.runtime.logits import check_case, graph_options, run_case, session_options
@@ -50,17 +55,19 @@ def command(
     builder = graph_options(wanted) | options.builder_options()
     named = Path(model).expanduser()
     refuse_to_overwrite(output, case_file, *([named] if named.exists() else []))
-    artifact = options.artifact(model, type_k or wanted.get("type_k"), type_v or wanted.get("type_v"), target, builder)
+    types = (type_k or wanted.get("type_k"), type_v or wanted.get("type_v"))
+    with devices.choose(device, n_gpu_layers, terminal.say) as place:
+        artifact = options.artifact(model, *types, place.target(target), builder)
 
-    def make_session(case_options: dict[str, Any]) -> Session:
-        settings = session_options(case_options)
-        if threads is not None:
-            settings["n_threads"] = threads
-        if ubatch_size is not None:
-            settings["n_ubatch"] = ubatch_size
-        return Session(artifact, **settings)
+        def make_session(case_options: dict[str, Any]) -> Session:
+            settings = session_options(case_options)
+            if threads is not None:
+                settings["n_threads"] = threads
+            if ubatch_size is not None:
+                settings["n_ubatch"] = ubatch_size
+            return Session(artifact, **settings, **place.session_options(close=False))
 
-    arrays = run_case(make_session, case, case_file.parent)
+        arrays = run_case(make_session, case, case_file.parent)
     write_npz(output, arrays)
     for name, array in arrays.items():
         click.echo(f"{name}: {'x'.join(str(n) for n in array.shape)} {array.dtype}")

@@ -136,6 +136,24 @@ defrag: Callable[[F], F] = click.option(
     help="Gather the cells of the cache when more than this share of them is free; below 0: never.",
 )
 
+device: Callable[[F], F] = stack(
+    click.option(
+        "-ngl",
+        "--n-gpu-layers",
+        type=click.IntRange(0),
+        default=None,
+        metavar="N",
+        help="Layers to run on a GPU, counted from the last; one more than there are: the output too.",
+    ),
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        metavar="auto|cpu|cuda[:N]",
+        help="auto: the first GPU if -ngl asks for one and there is one; cuda: that GPU or an error, all layers without -ngl.",
+    ),
+)
+
 expect_digest: Callable[[F], F] = click.option(
     "--expect-digest", default=None, metavar="SHA256", help="Refuse an artifact whose file has another SHA-256."
 )
@@ -206,6 +224,9 @@ def artifact(
 
 def _require_runnable(target: str) -> None:
     """Refuse code for a CPU this machine is not before it is compiled; ``native`` and artifacts need no look."""
+    from ggufc.formats.cuda import split_target
+
+    target = split_target(target)[0]
     if target == "native":
         return
     import platform
@@ -226,14 +247,27 @@ def _require_runnable(target: str) -> None:
 
 
 def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
-    """A session for the parameters of ``build``, ``context``, ``expect_digest``, ``compact_windows`` and ``defrag`` that ``given`` holds;
-    ``more`` goes to ``Session``.
+    """A session for the parameters of ``build``, ``context``, ``device``, ``expect_digest``, ``compact_windows`` and ``defrag`` that
+    ``given`` holds; ``more`` goes to ``Session``.
     """
+    from ggufc import devices
+    from ggufc.cli import terminal
+
+    _require_runnable(given["target"])
+    placement = devices.choose(given["device"], given["n_gpu_layers"], terminal.say)
+    try:
+        with terminal.progress() as progress:
+            return _open(model, given, placement.target(given["target"]), {**placement.session_options(progress), **more})
+    except BaseException:
+        placement.close()
+        raise
+
+
+def _open(model: str, given: dict[str, Any], target: str, more: dict[str, Any]) -> Session:
     from ggufc.errors import DriverError
     from ggufc.runtime import Session
 
-    _require_runnable(given["target"])
-    path = artifact(model, given["type_k"], given["type_v"], given["target"])
+    path = artifact(model, given["type_k"], given["type_v"], target)
     digest = given.get("expect_digest")
     if digest and path != Path(model).expanduser():
         raise DriverError(

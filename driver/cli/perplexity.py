@@ -20,6 +20,7 @@ from ggufc.cli.run import read_prompt
 @options.compact_windows
 @options.batches
 @options.build
+@options.device
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(model: str, file: str, ctx_size: int, chunks: int | None, parallel: int, as_json: bool, **given: Any) -> None:
     """Measure MODEL's perplexity on a text, by llama.cpp's convention.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @options.compact_windows
 @options.defrag
 @options.build
+@options.device
 @options.expect_digest
 @click.option("--quiet", is_flag=True, help="No line about speed.")
 def command(
@@ -117,5 +118,5 @@ def speed_line(session: Session) -> str:
     stats = session.stats
     return (
         f"prompt {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tokens/s; "
-        f"decode {stats.decode_tokens} tokens, {stats.decode_rate:.1f} tokens/s ({session.n_threads} threads)"
+        f"decode {stats.decode_tokens} tokens, {stats.decode_rate:.1f} tokens/s ({session.executor.where})"
     )

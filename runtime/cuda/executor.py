@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,16 @@ class CudaExecutor(Binding):
     @property
     def n_threads(self) -> int:
         return 1
+
+    @property
+    def where(self) -> str:
+        """What runs the program, in words."""
+        return f"{self._device.name}, {self.target}"
+
+    @property
+    def device(self) -> Device:
+        """The device, for measurements."""
+        return self._device
 
     @property
     def target(self) -> str:
@@ -282,11 +293,11 @@ class CudaExecutor(Binding):
         self._marks = [] if on else None
 
     def profile(self) -> np.ndarray:
-        """i64 [launches]: nanoseconds between the marks of the last ``eval``."""
+        """i64 [launches, 2]: nanoseconds each launch of the last ``eval`` waited (0: launches follow one another) and worked."""
         if self._marks is None:
             raise RuntimeRefusal("profiling is off; create the executor with profile=True")
-        pairs = zip(self._marks[:-1], self._marks[1:])
-        return np.array([round(1e6 * self._device.elapsed(a, b)) for a, b in pairs], np.int64)
+        worked = [round(1e6 * self._device.elapsed(a, b)) for a, b in pairwise(self._marks)]
+        return np.array([[0, nanoseconds] for nanoseconds in worked], np.int64)
 
     def _free(self) -> None:
         for address in self._owned:

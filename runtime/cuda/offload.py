@@ -121,6 +121,11 @@ class OffloadExecutor:
         return self._host.n_threads
 
     @property
+    def where(self) -> str:
+        """What runs the program, in words."""
+        return f"{self._device.where} for {self.n_gpu_layers} layers, {self._host.where}"
+
+    @property
     def crossing(self) -> list[Stretch]:
         """The stretches in order, with the slots that cross between them."""
         return self._stretches

@@ -70,7 +70,9 @@ def test_profile(model):
     with Session(model.path, n_ctx=256, profile=True, executor=on_device(SimtDevice(races=False))) as s:
         s.decode([1, 2])
         times = s.executor.profile()
-        assert len(times) == len(s.executor.program.launches) and (times >= 0).all() and times.sum() > 0
+        assert (
+            times.shape == (len(s.executor.program.launches), 2) and not times[:, 0].any() and (times[:, 1] >= 0).all() and times.sum() > 0
+        )
 
 
 # -- choosing code, refusing -----------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""``--device`` and ``-ngl``: what runs where, and what is said where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ggufc
+from ggufc import devices
+from ggufc.errors import DriverError
+from ggufc.runtime import cuda
+from ggufc.runtime.cuda import CudaExecutor, OffloadExecutor
+from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.executor import Executor
+from simt_device import SimtDevice
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[SimtDevice]:
+    """A machine with one simulated GPU; the list holds the devices that were opened."""
+    opened: list[SimtDevice] = []
+
+    def make(index: int = 0, binding: str = "auto") -> SimtDevice:
+        if index:
+            raise RuntimeRefusal(f"CUDA device {index} does not exist")
+        opened.append(SimtDevice(races=False))
+        return opened[-1]
+
+    monkeypatch.setattr(cuda, "make_device", make)
+    return opened
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(index: int = 0, binding: str = "auto") -> SimtDevice:
+        raise RuntimeRefusal("CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, or run on the CPU")
+
+    monkeypatch.setattr(cuda, "make_device", make)
+
+
+@pytest.mark.parametrize(
+    "device, n, executor, layers",
+    [
+        ("auto", None, Executor, 0),
+        ("auto", 0, Executor, 0),
+        ("cuda", 0, Executor, 0),
+        ("cpu", 5, Executor, 0),
+        ("auto", 1, OffloadExecutor, 1),
+        ("cuda", None, CudaExecutor, -1),
+        ("cuda:0", 3, CudaExecutor, 3),
+    ],
+)
+def test_what_runs_where(gpu, text_model: Path, shared_cache: Path, monkeypatch, device, n, executor, layers):
+    monkeypatch.setenv("GGUFC_CACHE", str(shared_cache))
+    assert devices.choose(device, n).n_gpu_layers == layers
+    gpu.clear()
+    with ggufc.load(text_model, device=device, n_gpu_layers=n, n_ctx=256, n_threads=1) as session:
+        assert type(session.executor) is executor
+        assert session.decode([1, 5]).shape == (1, session.n_vocab)
+    assert all(not opened.allocated and opened.launches for opened in gpu) and len(gpu) == (executor is not Executor)
+
+
+def test_no_gpu_and_none_needed(no_gpu, invoke, artifact: Path):
+    """S155: layers asked for in vain run on the CPU with a message; a GPU that was insisted on is an error."""
+    plain = invoke("run", artifact, "-p", "ab", "-n", 4, "--raw", "--temp", 0, "-t", 1)
+    asked = invoke("run", artifact, "-p", "ab", "-n", 4, "--raw", "--temp", 0, "-t", 1, "-ngl", 9)
+    assert asked.stdout == plain.stdout
+    assert "-ngl 9 has no effect: CUDA cannot be used: its driver library libcuda is missing" in asked.stderr
+    with pytest.raises(RuntimeRefusal, match="libcuda is missing; install an NVIDIA driver, or run on the CPU"):
+        invoke("run", artifact, "-p", "ab", "-n", 1, "--device", "cuda")
+    with pytest.raises(DriverError, match=r"--device 'gpu' is unknown; use auto, cpu, cuda or cuda:N"):
+        invoke("run", artifact, "-p", "ab", "-n", 1, "--device", "gpu")
+
+
+def test_commands_on_a_gpu(gpu, invoke, text_model: Path, tmp_path: Path):
+    """A model is compiled with code for the device; bench says where it ran; golden cases run there."""
+    rows = json.loads(invoke("bench", text_model, "-p", 4, "-n", 2, "-r", 1, "-o", "json", "-ngl", 1, "-t", 1).stdout)
+    assert {row["n_gpu_layers"] for row in rows} == {1} and {row["gpu_info"] for row in rows} == {"SIMT interpreter"}
+    assert rows[0]["backends"] == "CUDA, SIMT interpreter, 1 layers"
+    shown = invoke("bench", text_model, "-p", 0, "-n", 2, "-r", 1, "--device", "cuda", "--profile")
+    assert "memory is filled at" in shown.stderr and "mat_mul(" in shown.stderr
+    case = tmp_path / "case.json"
+    case.write_text(json.dumps({"options": {"n_ctx": 64}, "steps": [{"op": "decode_last", "name": "a", "tokens": [1, 5]}]}))
+    assert "a: 1x320" in invoke("logits", text_model, case, "-o", tmp_path / "out.npz", "--device", "cuda").stdout
+    ran = invoke("run", text_model, "-p", "ab", "-n", 2, "--raw", "-ngl", 1, "-t", 1)
+    assert "(SIMT interpreter, sm_90 for 1 layers, 1 threads)" in ran.stderr
+    assert all(not opened.allocated for opened in gpu)
+
+
+def test_an_artifact_without_code_for_the_device(gpu, invoke, artifact: Path):
+    with pytest.raises(RuntimeRefusal, match=r"holds no GPU code; compile the model with --target native,cuda:sm_90"):
+        invoke("run", artifact, "-p", "ab", "-n", 1, "--device", "cuda")
+
+
+def test_cpu_commands_import_nothing_of_cuda(text_model: Path, shared_cache: Path):
+    """S76: a run on the CPU neither needs nor touches a CUDA package, nor the rooms that use one."""
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('pycuda', 'cuda', 'cupy', 'numba'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from ggufc.cli.failures import run\n"
+        "from ggufc.cli import cli\n"
+        f"status = run(cli, ['run', {str(text_model)!r}, '-p', 'ab', '-n', '2', '--raw', '--quiet'])\n"
+        "assert not any(m.startswith('ggufc.runtime.cuda') for m in sys.modules), 'the GPU runtime was loaded'\n"
+        "sys.exit(status)\n"
+    )
+    environment = {"GGUFC_CACHE": str(shared_cache), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
