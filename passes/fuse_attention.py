@@ -9,7 +9,7 @@ from typing import ClassVar
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node
 from ggufc.ir.dims import IntDim
-from ggufc.ir.layout import layout
+from ggufc.ir.layout import Layout, layout
 from ggufc.ir.ops.cache import is_version, written_version
 from ggufc.passes.base import RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
@@ -20,6 +20,14 @@ HIDDEN = -1e29
 
 _HEADS_TO_ROWS = (0, 2, 1, 3)
 """[D, T, H] <-> [D, H, T]."""
+
+_CHOSEN_MASK = op(
+    "add",
+    op("kq_mask", bind="mask"),
+    op("blend", op("fill", bind="hidden"), any_node("chosen"), bind="selected"),
+    bind="chosen_mask",
+    swap=True,
+)
 
 _SCORES = op("mul_mat", any_node("kk"), any_node("qp"), once=True, bind="scores")
 
@@ -58,13 +66,7 @@ def do_softcap_scaled(rw: Rewriter, node: Node, m: Match) -> Node | None:
         op(
             "soft_max",
             _SCORES,
-            op(
-                "add",
-                op("kq_mask", bind="mask"),
-                op("blend", op("fill", bind="hidden"), any_node("chosen"), bind="selected"),
-                bind="chosen_mask",
-                swap=True,
-            ),
+            _CHOSEN_MASK,
             once=True,
             bind="p",
         ),
@@ -72,7 +74,7 @@ def do_softcap_scaled(rw: Rewriter, node: Node, m: Match) -> Node | None:
 )
 def do_chosen(rw: Rewriter, node: Node, m: Match) -> Node | None:
     """A mask that hides all but a choice of cells per token: attention over lists of the chosen ones."""
-    if m["hidden"].attrs["value"] > HIDDEN or m["selected"].attrs["value"] != 0.0 or not isinstance(m["chosen"].type.ne[0], int):
+    if not _hides(m):
         return None
     return _fuse(rw, node, m, m["p"].attrs["scale"], 0.0)
 
@@ -105,11 +107,11 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     n_head_kv = k_heads[1]
     if queries.type.ne4[3] != 1 or not isinstance(heads, int) or heads % n_head_kv:
         return None
-    cells, visible = _chosen_lists(rw, m) if "chosen" in m else m["mask"].operands
+    cells, visible = _chosen_lists(rw, m["chosen"], m["mask"], m["chosen_mask"]) if "chosen" in m else m["mask"].operands
     values = v_heads[0]
     if _is_part(vv, values):
         # Latent attention: the values are some of the numbers of a key row.
-        values = rw.add("view", values, ne=(vv.type.ne[1], values.type.ne[1]), nb=(1, values.type.ne[0]), offset=layout(vv).offset)
+        values = rw.add("view", values, ne=(vv.type.ne[1], values.type.ne[1]), nb=(1, values.type.ne[0]), offset=stored_rows(vv).offset)
     q = rw.add("permute", queries, name=f"{node.name}.q", axes=_HEADS_TO_ROWS[: max(3, queries.type.rank)])
     if q.type.rank > 3:
         q = rw.add("reshape", q, ne=q.type.ne[:3])
@@ -129,18 +131,33 @@ def _fuse(rw: Rewriter, node: Node, m: Match, scale: float, softcap: float) -> N
     return rw.add("permute", fused, axes=_HEADS_TO_ROWS[: max(3, node.type.rank)])
 
 
-def _chosen_lists(rw: Rewriter, m: Match) -> tuple[Node, Node]:
+def _chosen_lists(rw: Rewriter, chosen: Node, mask: Node, chosen_mask: Node) -> tuple[Node, Node]:
     """The lists of chosen cells laid one after another, and their spans.
 
     ``indexer_topk`` of the same cell lists chose visible cells only. Any other choice may hold hidden ones: there the mask says what it
     left over, in the order of the cells.
     """
-    lists = m["chosen"]
-    if lists.op.name != "indexer_topk" or lists.operands[3:5] != m["mask"].operands:
-        lists = rw.add("mask_to_index", m["chosen_mask"], name=f"{lists.name}.visible", k=lists.type.ne[0])
+    lists = chosen
+    if lists.op.name != "indexer_topk" or lists.operands[3:5] != mask.operands:
+        lists = rw.add("mask_to_index", chosen_mask, name=f"{lists.name}.visible", k=lists.type.ne[0])
     k, tokens = lists.type.ne
     cells = rw.add("reshape", lists, name=f"{lists.name}.cells", ne=(k * tokens,))
     return cells, rw.add("list_spans", lists, name=f"{lists.name}.spans")
+
+
+def visible_lists(rw: Rewriter, mask: Node) -> tuple[Node, Node, IntDim, IntDim] | None:
+    """(cells, vis, first row, rows) of a ``kq_mask``, whole or narrowed to a choice per token; None for any other mask."""
+    if mask.op.name == "kq_mask":
+        return (*mask.operands, mask.attrs["first"], mask.attrs["ne0"])
+    m = _CHOSEN_MASK.match(rw, mask)
+    if m is None or not _hides(m) or m["mask"].attrs["first"] != 0:
+        return None
+    return (*_chosen_lists(rw, m["chosen"], m["mask"], mask), 0, m["mask"].attrs["ne0"])
+
+
+def _hides(m: Match) -> bool:
+    """Does the mask leave what was chosen, and hide all else?"""
+    return m["hidden"].attrs["value"] <= HIDDEN and m["selected"].attrs["value"] == 0.0 and isinstance(m["chosen"].type.ne[0], int)
 
 
 def superseded(rw: Rewriter, version: Node, node: Node) -> bool:
@@ -162,8 +179,9 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
 
     ``along_cells`` is the dimension that counts cells: 1 for keys [D, KV, G], 0 for values [KV, D, G].
     """
-    found, cache = layout(view), _version(view)
-    if cache is None:
+    found = stored_rows(view)
+    cache = found.root
+    if not is_version(cache):
         return None
     row = cache.type.ne[0]
     ne = (*found.ne, 1, 1)[:4]
@@ -178,13 +196,17 @@ def _cache_heads(view: Node, n_cells: IntDim, along_cells: int) -> tuple[Node, i
     return cache, heads
 
 
-def _version(view: Node) -> Node | None:
-    """The cache version a view looks at, also through the decoding of all of it."""
-    cache = layout(view).root
-    if cache.op.name == "cast" and cache.dtype == "f32":
-        # Builders decode quantised values before they view them column by column; the fused operator decodes rows as it reads them.
-        cache = cache.operands[0]
-    return cache if is_version(cache) else None
+def stored_rows(view: Node) -> Layout:
+    """The layout of ``view`` in what holds its numbers, also through their decoding.
+
+    Builders decode quantised rows before they view them column by column; fused operators decode rows as they read them.
+    """
+    found = layout(view)
+    if found.root.op.name == "cast" and found.root.dtype == "f32":
+        rows = layout(found.root.operands[0])
+        if rows.contiguous:
+            return Layout(rows.root, found.offset + rows.offset, found.ne, found.nb)
+    return found
 
 
 def _is_part(values: Node, cache: Node) -> bool:
@@ -194,10 +216,10 @@ def _is_part(values: Node, cache: Node) -> bool:
 def _part_of_rows(values: Node, n_cells: IntDim, keys: tuple[Node, int]) -> tuple[Node, int] | None:
     """As ``_cache_heads`` for values [KV, Dv] that are some numbers of each row of the keys' cache, whose rows are a single head."""
     cache, heads = keys
-    found = layout(values)
+    found = stored_rows(values)
     row, blocks = cache.type.ne[0], TYPES[cache.dtype].block
     size, offset = values.type.ne4[1], found.offset
-    if _version(values) is not cache or heads != 1 or values.type.ne4[2:] != (1, 1):
+    if found.root is not cache or heads != 1 or values.type.ne4[2:] != (1, 1):
         return None
     if not (isinstance(row, int) and isinstance(size, int) and isinstance(offset, int)) or offset + size > row:
         return None

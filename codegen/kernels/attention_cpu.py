@@ -121,7 +121,7 @@ class FlashAttn:
         return self.decode_tokens * self.n_head * self.record_bytes
 
     def emit(self, e: Emitter) -> None:
-        _Attention(self, e).emit_blocks()
+        Attention(self, e).emit_blocks()
 
     def scratch_bytes(self, target: Target) -> int:
         return Scratch(self).size
@@ -140,7 +140,7 @@ class FlashAttnSplits:
     arg_names: ClassVar[tuple[str, ...]] = (*FlashAttn.arg_names, "lanes")
 
     def emit(self, e: Emitter) -> None:
-        _Attention(self.attention, e).emit_splits()
+        Attention(self.attention, e).emit_splits()
 
     def scratch_bytes(self, target: Target) -> int:
         return Scratch(self.attention).size
@@ -151,7 +151,12 @@ def window_lanes(window: int) -> int:
     return max(8, -(-window // SPLIT) + 1) if window else 0
 
 
-class _Attention(Steps):
+class Attention(Steps):
+    """One tile of ``FlashAttn`` or ``FlashAttnSplits``."""
+
+    lanes_at = 10
+    """The argument that holds the number of lanes."""
+
     def __init__(self, spec: FlashAttn, e: Emitter) -> None:
         unit = e.b.urem(e.tile, e.i64(spec.units))
         per_head = spec.n_head // spec.n_head_kv // spec.head_block
@@ -189,7 +194,7 @@ class _Attention(Steps):
 
     def emit_splits(self) -> None:
         e, b = self.e, self.e.b
-        given = e.arg_int(10)
+        given = e.arg_int(self.lanes_at)
         lanes = b.select(b.icmp_signed("==", given, e.i64(0)), e.ceil_div(e.param("R"), LANE), given)
         with e.if_(self.apart), e.for_range(0, self.tokens, self.spec.token_block, name="block") as first:
             last = e.imin(b.add(first, e.i64(self.spec.token_block)), self.tokens)
