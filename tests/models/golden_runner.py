@@ -15,6 +15,7 @@ from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph
 from ggufc.ir.interp import interpret
 from ggufc.models import Model, Step, load_model
+from nan_trap import no_nan
 
 PAD = 32
 
@@ -117,7 +118,7 @@ class Runner:
         inputs["positions"] = np.array(pos, np.int32)
         inputs["out_ids"] = np.array(ids, np.int32)
         env = {"T": len(pos), "O": len(ids), "C": self.cells.n_cells, "KV": self.cells.n_kv(), "R": len(inputs["kv_cells"])}
-        out = interpret(graph, self.weights, inputs, self.caches, env, activations="rounded")
+        out = interpret(graph, self.weights, inputs, self.caches, env, trace=no_nan, activations="rounded")
         return np.asarray(out["logits"]).reshape(len(ids), self.model.n_vocab)
 
 

@@ -19,6 +19,7 @@ from ggufc.ir.dims import evaluate, parse_dim
 from ggufc.ir.interp import interpret
 from ggufc.ir.types import row_bytes
 from ggufc.models import Model, Step, load_model
+from nan_trap import no_nan
 
 PAD = 32
 COMPRESSED_PAD = 256
@@ -245,7 +246,7 @@ class Batch:
         sizes = self.sizes()
         graph = self.rt.graph(sizes)
         inputs = {node.attrs["name"]: np.asarray(self.fill(node), np.int32).reshape(node.type.shape(sizes)) for node in graph.inputs()}
-        out = interpret(graph, self.rt.weights, inputs, self.rt.caches, sizes, activations="rounded")
+        out = interpret(graph, self.rt.weights, inputs, self.rt.caches, sizes, trace=no_nan, activations="rounded")
         return np.asarray(out["logits"]).reshape(len(self.ids), self.rt.model.n_vocab)
 
     def fill(self, node: Node) -> Any:

@@ -209,7 +209,7 @@ def test_no_node_is_a_nan() -> None:
             if array.dtype.kind == "f" and np.isnan(array).any():
                 bad.append(node.name)
 
-        return interpret(*args, **kwargs, trace=trace)
+        return interpret(*args, **(kwargs | {"trace": trace}))
 
     rt, tokens = start(SPLIT)
     with pytest.MonkeyPatch.context() as patch:

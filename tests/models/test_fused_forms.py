@@ -32,7 +32,7 @@ def values_of(folder: Path, prefill: int, n: int) -> dict[str, np.ndarray]:
         def trace(node: Node, value: Any) -> None:
             values[node.name] = np.array(value.array if hasattr(value, "array") else value)
 
-        return interpret(*args, **kwargs, trace=trace)
+        return interpret(*args, **(kwargs | {"trace": trace}))
 
     case = json.loads((folder / "case.json").read_text())
     tokens = [t for step in case["steps"] for t in step.get("tokens", [])][: prefill + n]

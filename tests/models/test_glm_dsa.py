@@ -50,7 +50,7 @@ class Play:
                 found[node.name] = np.array(value)
 
         self.chosen.append(found)
-        return interpret(graph, *args, **kwargs, trace=trace)
+        return interpret(graph, *args, **(kwargs | {"trace": trace}))
 
     def __call__(self, tokens: list[int], first: int = 0, seq: int = 0) -> np.ndarray:
         return self.rt.decode(tokens, list(range(first, first + len(tokens))), [seq] * len(tokens))
@@ -153,7 +153,7 @@ def test_every_column_of_the_mask_is_written(play: Callable[..., Play], monkeypa
         if node.name.endswith(".indexer.mask") or node.name == "kq_mask":
             masks[node.name] = np.array(value)
 
-    monkeypatch.setattr(sparse_runner, "interpret", lambda *a, **k: interpret(*a, **k, trace=trace))
+    monkeypatch.setattr(sparse_runner, "interpret", lambda *a, **k: interpret(*a, **(k | {"trace": trace})))
     run(prompt(30))
     causal = masks.pop("kq_mask")
     assert sorted(masks) == [f"blk.{i}.indexer.mask" for i in (0, 1, 2)]

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from ggufc.formats.gguf_reader import GGUFFile
+from ggufc.ir import Graph, TensorType
+from ggufc.ir.interp import interpret
 from ggufc.models import load_model
 from golden_runner import Runner, assert_close, run_case
+from nan_trap import no_nan
 from support import BUNDLED_GOLDEN, golden_cases
 
 CASES = golden_cases(
@@ -23,8 +26,18 @@ same graph without intermediate roundings is 0.003 off."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_equal_the_golden(case: Path) -> None:  # S66, S67: cases with biases, f16 weights and split experts
+def test_logits_equal_the_golden(case: Path) -> None:  # S66, S67: cases with biases, f16 weights and split experts; S72: no node is NaN
     assert_close(case, run_case(case), atol=TIPPED.get(case.name))
+
+
+def test_zero_times_a_hidden_score_is_caught() -> None:  # S72
+    """The trap has teeth: a base for added terms that is made of a mask instead of a constant."""
+    g = Graph("g")
+    mask = g.add("fill", g.weight("w", TensorType("f32", (4, 2))), value=-np.inf)
+    g.outputs["y"] = g.add("scale", mask, name="base", s=0.0)
+    weights = {"w": np.zeros((2, 4), np.float32)}
+    with pytest.raises(AssertionError, match=r"node 'base' \(scale\) has NaN in 8 places"), np.errstate(invalid="ignore"):
+        interpret(g, weights, {}, {}, {}, trace=no_nan)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "gemma3-7"])
