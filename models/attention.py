@@ -133,6 +133,11 @@ def store(b: Builder, rows: Node, i: int, part: str) -> Node:
             f"builder option 'type_{part}': heads of {info.head_dim} values are no whole {info.dtype} blocks of {TYPES[info.dtype].block}; "
             "choose f16"
         )
+    if part == "v" and TYPES[info.dtype].block > 1 and not b.step.observe("flash_attn"):
+        raise ModelError(
+            f"builder option 'type_v': without flash attention values are read column by column, which {info.dtype} cannot be; choose "
+            "f16, or leave flash_attn on"
+        )
     cache = b.graph.cache(info.name, TensorType(info.dtype, (info.width, b.step.C)))
     return b.add("set_rows", cache, transformed(b, rows, info.hadamard), b.kv_slots, name=f"{info.name}.store")
 
@@ -161,6 +166,7 @@ def weighted_values(b: Builder, q: Node, kk: Node, vv: Node, i: int, mask: Node 
     With a bound of the scores the scale comes before it and so cannot be left to the softmax.
     """
     layer, name = b.hp.layers[i], f"blk.{i}"
+    b.step.observe("flash_attn")  # passes fuse what follows only where the option allows it
     scores = b.add("mul_mat", kk, b.add("permute", q, name=f"{name}.attn_q.permuted", axes=(0, 2, 1, 3)), name=f"{name}.kq")
     scale = layer.attn_scale
     if layer.softcap:

@@ -30,6 +30,7 @@ OPTIONS: dict[str, Value] = {
     "k_hadamard": False,
     "v_hadamard": False,
     "embd_input": False,
+    "flash_attn": True,
     "mla": 3,
     "n_ctx_seq": 0,
     "idx_type_k": "f16",
@@ -39,11 +40,12 @@ OPTIONS: dict[str, Value] = {
     "swa_compress": False,
 }
 """Builder options and their defaults: dtypes of the K and V caches, other ones of the first or last layers, as in ``q8_0,2``, and whether
-quantised keys and values are stored under a Hadamard transform (``cache_types``); whether embeddings replace token ids as input; how latent
-attention is evaluated (0: keys and values of each head in an ordinary cache, 1 to 3: absorbed, on a cache of latents); positions a sequence
-may have, as models with factors for long contexts ask (0: not more than the original context); dtype of the indexers' key caches; whether
-layers read only what an indexer chooses, where that is a choice; rows an indexer keeps (0 or -1: as the model says); whether passes may
-fuse an indexer's scores and choice; whether layers with a window cache the window's rows only."""
+quantised keys and values are stored under a Hadamard transform (``cache_types``); whether embeddings replace token ids as input; whether
+passes may fuse attention over a cache into one operator; how latent attention is evaluated (0: keys and values of each head in an ordinary
+cache, 1 to 3: absorbed, on a cache of latents); positions a sequence may have, as models with factors for long contexts ask (0: not more
+than the original context); dtype of the indexers' key caches; whether layers read only what an indexer chooses, where that is a choice;
+rows an indexer keeps (0 or -1: as the model says); whether passes may fuse an indexer's scores and choice; whether layers with a window
+cache the window's rows only."""
 
 _RANGES = {"mla": (0, 3), "n_ctx_seq": (0, 1 << 30), "dsa_top_k": (-1, 1 << 30)}
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.formats.ggml_types import TYPES
-from ggufc.ir import Node
+from ggufc.ir import Graph, Node
 from ggufc.ir.dims import IntDim
 from ggufc.ir.layout import Layout, layout
 from ggufc.ir.ops.cache import is_version, written_version
-from ggufc.passes.base import RulePass
+from ggufc.passes.base import PassResult, RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
 from ggufc.passes.rules import Body, Match, Pattern, Rewriter, Rule, any_node, op, rule
 
+OPTION = "flash_attn"
 HIDDEN = -1e29
 """Mask values below this leave no probability."""
 
@@ -236,8 +237,14 @@ class FuseAttention(RulePass):
     of the key rows of a single KV head, and the mask comes from ``kq_mask``, narrowed to a choice of cells per token or not. Sinks come
     along. Postcondition: no such sequence is left, unless something else reads its scores or probabilities. ``flash_attn`` never reads
     the padded ``KV``, so a graph in which all attention is fused serves every number of visible cells; over a choice its cost grows with
-    the number chosen alone.
+    the number chosen alone. Nothing is fused where the builder was told so (option ``flash_attn``).
     """
 
     name: ClassVar[str] = "fuse-attention"
     rules: ClassVar[tuple[Rule, ...]] = (*ATTENTION_RULES, *LAYOUT_RULES)
+
+    def apply(self, graph: Graph) -> PassResult:
+        """See the class."""
+        if graph.analysis.get("observations", {}).get(OPTION, True) is False:
+            return PassResult(False, {r.name: 0 for r in self.rules})
+        return super().apply(graph)

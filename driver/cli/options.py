@@ -86,6 +86,7 @@ graph_options: Callable[[F], F] = stack(
         "-khad", "--k-cache-hadamard", "k_hadamard", is_flag=True, help="Store a quantised K cache under a Hadamard transform (less error)."
     ),
     _graph_option("-vhad", "--v-cache-hadamard", "v_hadamard", is_flag=True, help="Store a quantised V cache likewise."),
+    _graph_option("-fa/-no-fa", "--flash-attn/--no-flash-attn", "flash_attn", help="Fuse attention over the cache (default)."),
     _graph_option("--mla", type=click.IntRange(0, 3), help="Latent attention: 0 decompressed, 1 to 3 (default) on cached latents."),
     _graph_option("--dsa/--no-dsa", "dsa", help="Attend only to what the model's indexer chooses (where the model leaves it open)."),
     _graph_option("--dsa-top-k", "dsa_top_k", type=click.IntRange(-1), help="Rows an indexer keeps; -1: as the model says."),
