@@ -102,12 +102,14 @@ class Bench:
         """
         table = np.zeros((len(launches), abi.LAUNCH_WORDS), np.int64)
         args = np.array(launches, np.int64)
-        counters = np.zeros(abi.COUNTER_WORDS, np.int64)
+        counters, told = np.zeros(abi.COUNTER_WORDS, np.int64), np.zeros(1, np.int64)
+        claims = np.zeros((self._team.n_threads, abi.CLAIM_WORDS), np.int64)
         params = np.full(len(abi.PARAMS), tokens, np.int64)
         records = np.zeros((len(launches), abi.EXEC_WORDS), np.int64)
         for i in range(len(launches)):
             table[i, : abi.LAUNCH_WAIT + 1] = [self._entry[symbol(spec)], args[i].ctypes.data, -1, 1, tiles, 0]
             records[i, :4] = [1, table[i].ctypes.data, params.ctypes.data, counters.ctypes.data]
+            records[i, [abi.EXEC_TILES, abi.EXEC_CLAIMS]] = [told.ctypes.data, claims.ctypes.data]
         best = np.full(len(launches), np.inf)
         for _ in range(rounds):
             for i, record in enumerate(records):

@@ -114,7 +114,7 @@ def _manifest(file: GGUFFile) -> fmt.Manifest:
         raise ArtifactError(f"{file.path}: the manifest does not have the expected form ({error}); {_REMEDY}") from None
     if not (0 < manifest.n_vocab < 1 << 31 and 0 < manifest.n_embd < 1 << 31 and 0 <= manifest.n_ctx_train < 1 << 31):
         raise ArtifactError(f"{file.path}: the manifest's n_vocab, n_embd or n_ctx_train is out of range; {_REMEDY}")
-    if manifest.abi != abi.ABI_VERSION:
+    if manifest.abi not in abi.RUNNABLE_ABIS:
         raise ArtifactError(f"{file.path}: native ABI {manifest.abi}, this version of ggufc runs {abi.ABI_VERSION}; {_REMEDY}")
     return manifest
 

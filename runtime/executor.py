@@ -127,6 +127,8 @@ class Executor(Binding):
         self._args = np.zeros(max(len(flat), 1), np.int64)
         self._table = np.zeros((max(n_launches, 1), abi.LAUNCH_WORDS), np.int64)
         self._counters = Region(8 * abi.COUNTER_WORDS * max(n_launches, 1), "launch counters")
+        self._tiles = np.zeros(max(n_launches, 1), np.int64)
+        self._claims = Region(8 * abi.CLAIM_WORDS * max(n_launches, 1) * self.n_threads, "claim words")
         self._exec = np.zeros((max(len(self._segments), 1), abi.EXEC_WORDS), np.int64)
         table, base = (int(a.__array_interface__["data"][0]) for a in (self._table, self._exec))
         for record, segment in zip(self._exec, self._segments):
@@ -134,8 +136,10 @@ class Executor(Binding):
             record[abi.EXEC_LAUNCHES] = table + 8 * abi.LAUNCH_WORDS * segment.start
             record[abi.EXEC_PARAMS] = self.params.__array_interface__["data"][0]
             record[abi.EXEC_COUNTERS] = self._counters.base + 8 * abi.COUNTER_WORDS * segment.start
+            record[abi.EXEC_TILES] = int(self._tiles.__array_interface__["data"][0]) + 8 * segment.start
+            record[abi.EXEC_CLAIMS] = self._claims.base + 8 * abi.CLAIM_WORDS * self.n_threads * segment.start
         self._execs = [base + 8 * abi.EXEC_WORDS * i for i in range(len(self._segments))]
-        self.team.hold(self._args, self._table, self._counters, self.params, self._exec)
+        self.team.hold(self._args, self._table, self._counters, self._tiles, self._claims, self.params, self._exec)
         self._fill(flat)
         self._bind_fixups(self.caches.row_bytes)
 

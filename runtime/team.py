@@ -67,6 +67,7 @@ class Team:
         self.pool = self._pool_memory.bytes.view(np.int64)
         self.pool[abi.POOL_SCRATCH] = self._scratch.base
         self.pool[abi.POOL_SCRATCH_STRIDE] = stride
+        self.pool[abi.POOL_THREADS] = n_threads
         self._address = self._pool_memory.base
         self._call = _EVAL(evaluate)
         entry = _ENTRY(worker)

@@ -49,8 +49,8 @@ class Emulator:
     def run(self, executor: Executor) -> None:
         """As ``executor.team.eval``; one thread."""
         team, weights = executor.team, [place for (kind, _), place in executor._places.items() if kind == "weight"]
-        words = [executor._args, executor._table, executor.params, executor._exec]
-        written = [executor._arena, executor.caches.memory, executor._counters, team._pool_memory, team._scratch]
+        words = [executor._args, executor._table, executor.params, executor._exec, executor._tiles]
+        written = [executor._arena, executor.caches.memory, executor._counters, executor._claims, team._pool_memory, team._scratch]
         written += [*executor._keep, *executor._outputs.values()]
         places = [(w.ctypes.data, w.nbytes) for w in words] + [(r.base, r.size + 64) for r in written]
         places += [(executor.image.base, executor.image.size), *weights]

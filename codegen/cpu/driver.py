@@ -1,12 +1,11 @@
 """The generated driver functions: a thread team that runs a launch table.
 
 ``ggufc_eval(pool, exec)`` publishes one evaluation and takes part in it; ``ggufc_worker(pool, tid)`` is entered once per worker thread
-and returns when the
-pool stops. Threads claim tiles with compare-and-swap on a word ``epoch << 32 | tiles left``. A launch is complete when all its tiles are
-*done*, not when all threads
-have arrived, so a descheduled thread delays nobody unless it holds a tile; the epoch keeps late threads from touching a later evaluation.
-Word
-offsets: ``formats/abi.py``.
+and returns when the pool stops. Each launch's tiles are dealt out in shares, the same thread getting the same share every time: data
+stays with the core that made it, and claiming a tile of one's own share touches no line that another core writes. A thread that has
+waited for a moment takes tiles from the shares of others. Tiles are claimed with compare-and-swap on words that carry the evaluation's
+epoch, so a late thread can neither take nor repeat a tile of a later evaluation. A launch is complete when all its tiles are *done*, not
+when all threads have arrived. Word offsets: ``formats/abi.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +20,13 @@ from .target import Target
 WORKER, EVAL = "ggufc_worker", "ggufc_eval"
 _RUN = "ggufc_run"
 _TEAM_TYPE = ir.FunctionType(VOID, [PTR, I64])
+_SHARE = "ggufc_share"
 _SPINS_IN_LAUNCH = 4000
+_SPINS_BEFORE_HELP = 64
+"""A power of two: about as long as a message takes between two cores, a few times over."""
 _SPINS_IDLE = 60000
 _SYS_FUTEX, _SYS_SCHED_YIELD = 202, 24
+_LOW = 0xFFFFFFFF
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 
 
@@ -31,6 +34,7 @@ def emit_driver(module: ir.Module, target: Target) -> None:
     """Define the driver functions, and the memory helpers LLVM may call, in ``module``."""
     _emit_memset(module, target)
     _emit_memcpy(module, target)
+    _emit_share(module, target)
     _emit_run(module, target)
     _emit_worker(module, target)
     _emit_eval(module, target)
@@ -82,6 +86,48 @@ def _futex(e: Emitter, p: Value, op: int, value: Value) -> None:
     _syscall(e, _SYS_FUTEX, e.b.ptrtoint(p, I64), e.i64(op), value, e.i64(0))
 
 
+def _emit_share(module: ir.Module, target: Target) -> None:
+    """``ggufc_share(exec, launch, whose, threads, epoch, scratch)``: run what is left of a thread's share of a launch.
+
+    Returns the number of tiles run, or -1 where a later evaluation has begun.
+    """
+    e = Emitter(module, target, _SHARE, ir.FunctionType(I64, [PTR, I64, I64, I64, I64, PTR]))
+    b = e.b
+    e.fn.linkage = "internal"
+    record, i, whose, threads, epoch, scratch = e.args
+    stale = e.i64(-1)
+    told = _atomic_load(e, e.at(e.load(PTR, _word(e, record, abi.EXEC_TILES)), i, 8))
+    with e.if_(b.icmp_unsigned("!=", b.lshr(told, e.i64(32)), epoch), likely=False):
+        b.ret(stale)
+    tiles = b.and_(told, e.i64(_LOW))
+    each, more = b.udiv(tiles, threads), b.urem(tiles, threads)
+    size = b.add(each, b.zext(b.icmp_unsigned("<", whose, more), I64))
+    stop = b.add(b.add(b.mul(whose, each), e.imin(whose, more)), size)
+    with e.if_(b.icmp_unsigned("==", size, e.i64(0))):
+        b.ret(e.i64(0))
+    n = e.load(I64, _word(e, record, abi.EXEC_N_LAUNCHES))
+    claim = e.at(e.load(PTR, _word(e, record, abi.EXEC_CLAIMS)), b.add(b.mul(whose, n), i), 8 * abi.CLAIM_WORDS)
+    entry = e.at(e.load(PTR, _word(e, record, abi.EXEC_LAUNCHES)), i, 8 * abi.LAUNCH_WORDS)
+    kernel = e.load(PTR, _word(e, entry, abi.LAUNCH_FN))
+    args = e.load(PTR, _word(e, entry, abi.LAUNCH_ARGS))
+    params = e.load(PTR, _word(e, record, abi.EXEC_PARAMS))
+    high = b.shl(epoch, e.i64(32))
+    count = e.var(I64, e.i64(0))
+    with e.while_loop("claim") as loop:
+        seen = _atomic_load(e, claim)
+        ahead = b.trunc(b.sub(b.lshr(seen, e.i64(32)), epoch), I32)
+        with e.if_(b.icmp_signed(">", ahead, e.i32(0)), likely=False):
+            b.ret(stale)
+        # Every word of a complete evaluation has its epoch, so nobody late can take an earlier one for a whole share.
+        left = b.select(b.icmp_unsigned("==", ahead, e.i32(0)), b.and_(seen, e.i64(_LOW)), size)
+        loop.break_if(b.icmp_unsigned("==", left, e.i64(0)))
+        swapped = b.cmpxchg(claim, seen, b.or_(high, b.sub(left, e.i64(1))), "acq_rel", "monotonic")
+        loop.continue_if(b.not_(b.extract_value(swapped, 1)))
+        b.call(_TypedPointer(kernel), [args, params, b.sub(stop, left), scratch])
+        count.set(b.add(count.get(), e.i64(1)))
+    b.ret(count.get())
+
+
 def _emit_run(module: ir.Module, target: Target) -> None:
     """``ggufc_run(pool, tid, exec, epoch)``: one thread's part of one evaluation."""
     e = Emitter(module, target, _RUN, ir.FunctionType(VOID, [PTR, I64, PTR, I64]))
@@ -90,30 +136,44 @@ def _emit_run(module: ir.Module, target: Target) -> None:
     pool, tid, record, epoch = e.args
     n = e.load(I64, _word(e, record, abi.EXEC_N_LAUNCHES))
     launches = e.load(PTR, _word(e, record, abi.EXEC_LAUNCHES))
-    params = e.load(PTR, _word(e, record, abi.EXEC_PARAMS))
     counters = e.load(PTR, _word(e, record, abi.EXEC_COUNTERS))
+    tiles = e.load(PTR, _word(e, record, abi.EXEC_TILES))
     profile = e.load(PTR, _word(e, record, abi.EXEC_PROFILE))
     profiling = b.and_(b.icmp_unsigned("!=", b.ptrtoint(profile, I64), e.i64(0)), b.icmp_signed("==", tid, e.i64(0)))
+    threads = e.load(I64, _word(e, pool, abi.POOL_THREADS))
     stride = e.load(I64, _word(e, pool, abi.POOL_SCRATCH_STRIDE))
     scratch = e.gep(e.load(PTR, _word(e, pool, abi.POOL_SCRATCH)), b.mul(tid, stride))
-    epoch_high = b.shl(epoch, e.i64(32))
     stale = e.var(I8, ir.Constant(I8, 0))
 
+    def done_word(i: Value) -> Value:
+        return _word(e, e.at(counters, i, 8 * abi.COUNTER_WORDS), abi.COUNTER_DONE)
+
+    def share(i: Value, whose: Value) -> None:
+        """Run what is left of a share and say so; sets ``stale`` when another evaluation has begun."""
+        count = b.call(module.globals[_SHARE], [record, i, whose, threads, epoch, scratch])
+        with e.if_(b.icmp_signed("<", count, e.i64(0)), likely=False):
+            stale.set(ir.Constant(I8, 1))
+        with e.if_(b.icmp_signed(">", count, e.i64(0))):
+            b.atomic_rmw("add", done_word(i), count, "release")
+
+    def is_stale() -> Value:
+        return b.icmp_unsigned("!=", stale.get(), ir.Constant(I8, 0))
+
     def wait(first: Value, last: Value) -> None:
-        """Until launches [first, last) are done; sets ``stale`` when another evaluation has begun."""
+        """Until launches [first, last) are done, with a hand in them where they take long."""
         with e.for_range(first, last, name="dep") as j:
-            counter = e.at(counters, j, 8 * abi.COUNTER_WORDS)
-            tiles = e.load(I64, _word(e, counter, abi.COUNTER_TILES))
-            goal = b.or_(epoch_high, tiles)
             spins = e.var(I64, e.i64(0))
             with e.while_loop("spin") as loop:
-                done = _atomic_load(e, _word(e, counter, abi.COUNTER_DONE))
-                loop.break_if(b.icmp_unsigned("==", done, goal))
+                done = _atomic_load(e, done_word(j))
+                loop.break_if(b.icmp_unsigned("==", done, _atomic_load(e, e.at(tiles, j, 8))))
                 with e.if_(b.icmp_unsigned("!=", b.lshr(done, e.i64(32)), epoch), likely=False):
                     stale.set(ir.Constant(I8, 1))
-                loop.break_if(b.icmp_unsigned("!=", stale.get(), ir.Constant(I8, 0)))
+                loop.break_if(is_stale())
                 spins.set(b.add(spins.get(), e.i64(1)))
                 _pause(e)
+                long = b.icmp_unsigned("==", b.and_(spins.get(), e.i64(_SPINS_BEFORE_HELP - 1)), e.i64(0))
+                with e.if_(long, likely=False), e.for_range(0, threads, name="other") as other:
+                    share(j, other)
                 with e.if_(b.icmp_signed(">", spins.get(), e.i64(_SPINS_IN_LAUNCH)), likely=False):
                     zero = e.i64(0)
                     _syscall(e, _SYS_SCHED_YIELD, zero, zero, zero, zero)
@@ -125,25 +185,11 @@ def _emit_run(module: ir.Module, target: Target) -> None:
         first = e.load(I64, _word(e, entry, abi.LAUNCH_WAIT))
         with e.if_(b.icmp_signed("<", first, i)):
             wait(first, i)
-        with e.if_(b.icmp_unsigned("!=", stale.get(), ir.Constant(I8, 0)), likely=False):
-            e.ret()
         with e.if_(profiling, likely=False):
             e.store(_cycles(e), e.gep(e.at(profile, i, 16), 8))
-        counter = e.at(counters, i, 8 * abi.COUNTER_WORDS)
-        claim = _word(e, counter, abi.COUNTER_CLAIM)
-        kernel = e.load(PTR, _word(e, entry, abi.LAUNCH_FN))
-        args = e.load(PTR, _word(e, entry, abi.LAUNCH_ARGS))
-        with e.while_loop("claim") as loop:
-            seen = _atomic_load(e, claim)
-            with e.if_(b.icmp_unsigned("!=", b.lshr(seen, e.i64(32)), epoch), likely=False):
-                e.ret()
-            left = b.and_(seen, e.i64(0xFFFFFFFF))
-            loop.break_if(b.icmp_unsigned("==", left, e.i64(0)))
-            swapped = b.cmpxchg(claim, seen, b.sub(seen, e.i64(1)), "acq_rel", "monotonic")
-            loop.continue_if(b.not_(b.extract_value(swapped, 1)))
-            tiles = e.load(I64, _word(e, counter, abi.COUNTER_TILES))
-            b.call(_TypedPointer(kernel), [args, params, b.sub(tiles, left), scratch])
-            b.atomic_rmw("add", _word(e, counter, abi.COUNTER_DONE), e.i64(1), "release")
+        share(i, tid)
+        with e.if_(is_stale(), likely=False):
+            e.ret()
     with e.if_(b.icmp_signed("==", tid, e.i64(0))):
         # Launches before the last waiting one are complete already; checking them again costs one load each.
         wait(e.i64(0), n)
@@ -200,6 +246,7 @@ def _emit_eval(module: ir.Module, target: Target) -> None:
     launches = e.load(PTR, _word(e, record, abi.EXEC_LAUNCHES))
     params = e.load(PTR, _word(e, record, abi.EXEC_PARAMS))
     counters = e.load(PTR, _word(e, record, abi.EXEC_COUNTERS))
+    told = e.load(PTR, _word(e, record, abi.EXEC_TILES))
     epoch_word = _word(e, pool, abi.POOL_EPOCH)
     epoch = b.and_(b.add(e.load(I64, epoch_word), e.i64(1)), e.i64(0xFFFFFFFF))
     high = b.shl(epoch, e.i64(32))
@@ -213,9 +260,8 @@ def _emit_eval(module: ir.Module, target: Target) -> None:
         value = b.select(one, e.i64(1), value)
         units = b.udiv(b.add(value, b.sub(div, e.i64(1))), div)
         tiles = b.mul(units, e.load(I64, _word(e, entry, abi.LAUNCH_MULT)))
-        _atomic_store(e, tiles, _word(e, counter, abi.COUNTER_TILES), "monotonic")
         _atomic_store(e, high, _word(e, counter, abi.COUNTER_DONE))
-        _atomic_store(e, b.or_(high, tiles), _word(e, counter, abi.COUNTER_CLAIM))
+        _atomic_store(e, b.or_(high, tiles), e.at(told, i, 8))
     _atomic_store(e, record, _word(e, pool, abi.POOL_EXEC))
     _atomic_store(e, epoch, epoch_word, "seq_cst")
     asleep = _atomic_load(e, _word(e, pool, abi.POOL_SLEEPERS), "seq_cst")

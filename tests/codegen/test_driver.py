@@ -39,8 +39,9 @@ class CountTiles:
         return 0
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_team_runs_every_tile_once_and_in_order(threads):
+@pytest.mark.parametrize(("threads", "absent"), [(1, 0), (2, 0), (3, 0), (5, 0), (1, 1), (2, 9)])
+def test_team_runs_every_tile_once_and_in_order(threads, absent):
+    """Threads that never come leave their shares of each launch to the others. S65"""
     target = resolve("native")
     spec = CountTiles()
     loaded = build([spec], target)
@@ -54,8 +55,11 @@ def test_team_runs_every_tile_once_and_in_order(threads):
         args[i] = [data[i + 1].ctypes.data, data[i].ctypes.data, tiles, 0]
         table[i, : abi.LAUNCH_WAIT + 1] = [loaded.address(symbol(spec)), args[i].ctypes.data, 0, 1, 1, max(0, i - 1)]
     record = np.zeros(abi.EXEC_WORDS, np.int64)
+    told, claims = np.zeros(launches, np.int64), np.zeros((threads + absent, launches, abi.CLAIM_WORDS), np.int64)
     record[:4] = [launches, table.ctypes.data, params.ctypes.data, counters.ctypes.data]
+    record[abi.EXEC_TILES], record[abi.EXEC_CLAIMS] = told.ctypes.data, claims.ctypes.data
     pool = np.zeros(abi.POOL_WORDS, np.int64)
+    pool[abi.POOL_THREADS] = threads + absent
     worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(loaded.address(driver.WORKER))
     evaluate = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(loaded.address(driver.EVAL))
     team = [threading.Thread(target=worker, args=(pool.ctypes.data, t)) for t in range(1, threads)]
