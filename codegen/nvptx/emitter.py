@@ -28,6 +28,7 @@ from .target import PtxTarget
 WARP = 32
 GLOBAL_PTR = ir.PointerType(addrspace=1)
 SHARED = 3
+SHARED_PTR = ir.PointerType(addrspace=SHARED)
 _FULL = -1  # every lane of the warp takes part in a shuffle
 
 
@@ -297,6 +298,53 @@ class PtxEmitter(Emitter):
         fn = self.intrinsic(f"llvm.nvvm.mma.{shape}.row.col.u8.s8", result, [I32] * len(words))
         got = self.b.call(fn, words)
         return [self.b.extract_value(got, i) for i in range(4)]
+
+    def mma_16bit(self, kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
+        """Tensor-core product of 16 rows and 8 columns of ``kind`` (``f16``, ``bf16``), 16 deep, added to ``c`` in f32; all lanes together.
+
+        Words hold two values. Lane l, with g = l / 4 and t = l % 4, has in ``a`` values 2t, 2t + 1 of rows g and g + 8, then of the same rows
+        eight further on; in ``b`` values 2t, 2t + 1 of column g, then eight further on; of the result what ``mma_u8_s8`` says.
+        """
+        result = ir.LiteralStructType([F32] * 4)
+        if kind == "f16":
+            pair = ir.VectorType(ir.HalfType(), 2)
+            words = [self.b.bitcast(w, pair) for w in (*a, *b)]
+            fn = self.intrinsic("llvm.nvvm.mma.m16n8k16.row.col.f32.f32", result, [pair] * 6 + [F32] * 4)
+        else:
+            words = [*a, *b]
+            fn = self.intrinsic("llvm.nvvm.mma.m16n8k16.row.col.bf16", result, [I32] * 6 + [F32] * 4)
+        got = self.b.call(fn, [*words, *c])
+        return [self.b.extract_value(got, i) for i in range(4)]
+
+    def load_matrices_transposed(self, p: Value) -> list[Value]:
+        """``ldmatrix``: four matrices of 8 x 8 16-bit values from shared memory; lane l gives the address of row l % 8 of matrix l / 8 and gets,
+        of each matrix, rows 2t and 2t + 1 of column g.
+        """
+        result = ir.LiteralStructType([I32] * 4)
+        fn = self.intrinsic("llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.trans.b16.p3", result, [SHARED_PTR])
+        got = self.b.call(fn, [self.b.addrspacecast(p, SHARED_PTR)])
+        return [self.b.extract_value(got, i) for i in range(4)]
+
+    # -- copies that do not wait ---------------------------------------------------------------------------------------
+
+    def copy_async(self, to: Value, source: Value, size: int) -> None:
+        """Start copying ``size`` bytes (4, 8 or 16, aligned) from global to shared memory; past the first-level cache where 16."""
+        name = f"llvm.nvvm.cp.async.{'cg' if size == 16 else 'ca'}.shared.global.{size}"
+        fn = self.intrinsic(name, VOID, [SHARED_PTR, GLOBAL_PTR])
+        self.b.call(fn, [self.b.addrspacecast(to, SHARED_PTR), self.b.addrspacecast(source, GLOBAL_PTR)])
+
+    def close_copies(self) -> None:
+        """The copies this thread started since the last call are one group, which may be empty."""
+        self.b.call(self.intrinsic("llvm.nvvm.cp.async.commit.group", VOID, []), [])
+
+    def await_copies(self, pending: int = 0) -> None:
+        """Wait until at most ``pending`` of this thread's groups are on their way; others see what arrived after a barrier."""
+        self.b.call(self.intrinsic("llvm.nvvm.cp.async.wait.group", VOID, [I32]), [self.i32(pending)])
+
+    def pack_halves(self, low: Value, high: Value) -> Value:
+        """Two f32, rounded to f16, in one word."""
+        pair = ir.VectorType(ir.HalfType(), 2)
+        return self.b.bitcast(self.b.call(self.intrinsic("llvm.nvvm.ff2f16x2.rn", pair, [F32, F32]), [high, low]), I32)
 
     def permute_bytes(self, a: Value, c: Value, selector: Value) -> Value:
         """``prmt``: four bytes of the eight in (a, c), chosen by the low nibbles of ``selector``."""

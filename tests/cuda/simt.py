@@ -2,8 +2,9 @@
 
 All threads of many blocks run in lockstep over numpy arrays, a register being one array. Threads that diverge run apart, lowest address
 first; the lanes of a warp meet at shuffles and warp barriers. Blocks synchronise at ``bar.sync``. What a GPU would punish is an error:
-accesses outside allocations or misaligned, shared memory read before it was written, a barrier or a shuffle that not all its threads reach,
-and races (``simt_memory.AccessLog``).
+accesses outside allocations or misaligned, shared memory read before it was written or while a copy is on its way there
+(``simt_copies``), a barrier or a shuffle that not all its threads reach, and races (``simt_memory.AccessLog``). ``simt_translate`` and its
+siblings hold the instructions.
 
     memory = GlobalMemory();  gpu = Simt(ptx_text, memory)
     gpu.launch("kernel", grid=8, block=128, args=[address, 3, ...])
@@ -17,17 +18,15 @@ from typing import Any
 
 import numpy as np
 
-import simt_ops as ops
-from simt_memory import ATOMIC, BASE, READ, VIEWS, WRITE, AccessLog, GlobalMemory, SimtError
+from simt_copies import Copies
+from simt_memory import BASE, WRITE, AccessLog, GlobalMemory, SimtError
 from simt_parse import Function, Instruction, parse
+from simt_translate import Translator
 
 __all__ = ["GlobalMemory", "Simt", "SimtError"]
 
-_RAW = {"%p": np.bool_, "%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32}
-_REGISTER = re.compile(r"(%p|%rs|%rd|%rq|%r)(\d+)")
-_SPECIAL = re.compile(r"%(tid|ctaid|ntid|nctaid)\.([xyz])")
 _END = re.compile(r"^(bra|ret|exit|bar\.sync|barrier\.sync|barrier\.cta\.sync)")
-_MEETING = re.compile(r"^(shfl\.sync|bar\.warp|mma\.sync)")
+_MEETING = re.compile(r"^(shfl\.sync|bar\.warp|mma\.sync|ldmatrix\.sync)")
 _BATCH_THREADS = 1 << 14
 
 Index = Any
@@ -91,7 +90,7 @@ class _Program:
         self.meets = [start in set(meetings) for start in starts]
         """Pieces that begin with an instruction all lanes of a warp must reach."""
         self.pieces: list[tuple[list[tuple[Instruction, Callable[[_Run, Index], None]]], Instruction | None]] = []
-        translate = _Translator(function, symbols)
+        translate = Translator(function, symbols)
         for start, stop in zip(starts, [*starts[1:], len(function.code)]):
             code = function.code[start:stop]
             end = code[-1] if _END.match(code[-1].opcode) else None
@@ -140,6 +139,7 @@ class _Run:
         for at, length in self.function.shared.values():
             valid[at : at + length] = True
         self.shared_valid = valid
+        self.copies = Copies(self)
         self.steps = 0
         self.current: Instruction | None = None
 
@@ -271,6 +271,10 @@ class _Run:
         if (offset % size).any():
             raise self.fail(f"accesses {size} bytes of shared memory at a misaligned address", idx)
         at = offset + self.local_block[idx] * self.shared_size
+        if self.copies.pending:
+            met = self.copies.touches(at, size)
+            if met.any():
+                raise self.fail("touches shared memory that a copy is still on its way to", idx, int(np.flatnonzero(met)[0]))
         if write == WRITE:
             for i in range(size):
                 self.shared_written[at + i] = True
@@ -278,301 +282,3 @@ class _Run:
             raise self.fail("reads shared memory that was never written", idx, int(np.flatnonzero(~self.shared_written[at])[0]))
         self.log(self.logs[1], offset, size, idx, write)
         return at
-
-
-class _Translator:
-    """Instructions to closures ``run(state, index)``."""
-
-    def __init__(self, function: Function, symbols: dict[str, int]) -> None:
-        self.function, self.symbols = function, symbols
-
-    def __call__(self, ins: Instruction) -> Callable[[_Run, Index], None]:
-        run = self._plain(ins)
-        if not ins.predicate:
-            return run
-        predicate, negated = ins.predicate, ins.negated
-
-        def guarded(s: _Run, idx: Index) -> None:
-            chosen = np.arange(s.n)[idx][s.regs[predicate][idx] != negated]
-            if len(chosen):
-                run(s, chosen)
-
-        return guarded
-
-    # -- operands ----------------------------------------------------------------------------------------------------
-
-    def get(self, operand: str, type_: str) -> Callable[[_Run, Index], Any]:
-        """Reader of an operand in the type of the operation."""
-        dtype = ops.TYPES[type_]
-        found = _REGISTER.fullmatch(operand)
-        if found:
-            raw = np.dtype(_RAW[found[1]])
-            if raw.itemsize == np.dtype(dtype).itemsize or dtype is np.bool_:
-                return lambda s, idx: s.regs[operand][idx].view(dtype)
-            narrow = {1: np.uint8, 2: np.uint16, 4: np.uint32}[np.dtype(dtype).itemsize]
-            return lambda s, idx: s.regs[operand][idx].astype(narrow).view(dtype)
-        found = _SPECIAL.fullmatch(operand)
-        if found:
-            axis, one = found[1], found[2] == "x"
-            fixed = 0 if axis in ("tid", "ctaid") else 1
-            return lambda s, idx: s.special[axis][idx] if one else np.full(len(s.special[axis][idx]), fixed, np.uint32)
-        value = self.constant(operand, dtype)
-        return lambda s, idx: value
-
-    def constant(self, operand: str, dtype: Any) -> Any:
-        if operand.startswith("0f"):
-            return np.array([int(operand[2:], 16)], np.uint32).view(np.float32).view(dtype)
-        if operand.startswith("0d"):
-            return np.array([int(operand[2:], 16)], np.uint64).view(np.float64).view(dtype)
-        if operand in self.function.shared:
-            return np.array([self.function.shared[operand][0]], dtype)
-        if operand in self.symbols:
-            return np.array([self.symbols[operand]], dtype)
-        try:
-            value = int(operand, 0)
-        except ValueError:
-            raise SimtError(f"{self.function.name}: the operand {operand!r} is outside the subset") from None
-        if dtype is np.bool_:
-            return np.array([bool(value)])
-        if dtype in (np.float32, np.float64, np.float16):
-            return np.array([value], dtype)
-        bits = 8 * np.dtype(dtype).itemsize
-        return (
-            np.array([value % (1 << bits)], np.uint64)
-            .astype({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[bits // 8])
-            .view(dtype)
-        )
-
-    def put(self, operand: str) -> Callable[[_Run, Index, Any], None]:
-        """Writer of a register; narrower values are extended by their own sign."""
-        if operand == "_":
-            return lambda s, idx, v: None
-        found = _REGISTER.fullmatch(operand)
-        if not found:
-            raise SimtError(f"{self.function.name}: cannot write to {operand!r}")
-        raw = _RAW[found[1]]
-        size = np.dtype(raw).itemsize
-        signed = ops.SIGNED.get(raw)
-
-        def store(s: _Run, idx: Index, v: Any) -> None:
-            reg = s.regs.get(operand)
-            if reg is None:
-                reg = s.regs[operand] = np.zeros(s.n, raw)
-            v = np.asarray(v)
-            if raw is np.bool_:
-                reg[idx] = v
-            elif v.dtype.itemsize == size:
-                reg[idx] = v.view(raw) if v.ndim else v.reshape(1).view(raw)
-            elif v.dtype.kind == "i":
-                reg[idx] = v.astype(signed).view(raw)
-            else:
-                reg[idx] = v.view(VIEWS[v.dtype.itemsize]).astype(raw)
-
-        return store
-
-    def address(self, operand: str) -> tuple[Callable[[_Run, Index], np.ndarray], str]:
-        """Reader of ``[base+offset]`` as i64, and the base's name."""
-        base, _, offset = operand.strip("[]").partition("+")
-        add = np.int64(int(offset)) if offset else np.int64(0)
-        if _REGISTER.fullmatch(base):
-            read = self.get(base, "s64" if base.startswith("%rd") else "u32")
-            return lambda s, idx: read(s, idx).astype(np.int64) + add, base
-        fixed = int(self.constant(base, np.int64)[0]) + int(add)
-        return lambda s, idx: np.full(len(s.local_block[idx]), fixed, np.int64), base
-
-    # -- instructions ------------------------------------------------------------------------------------------------
-
-    def _plain(self, ins: Instruction) -> Callable[[_Run, Index], None]:
-        parts = ins.opcode.split(".")
-        name = parts[0]
-        special = getattr(self, f"_{name}", None)
-        if special is not None:
-            return special(ins, parts)
-        type_ = parts[-1]
-        long = ".".join(parts[:2])
-        name = long if long in ops.BINARY or long in ops.TERNARY else name
-        is_float = type_ in ("f16", "f32", "f64")
-        table: dict[int, dict[str, Callable[..., Any]]] = {
-            2: ops.FLOAT_UNARY if is_float else ops.UNARY,
-            3: ops.FLOAT_BINARY if is_float else ops.BINARY,
-            4: ops.TERNARY,
-        }
-        f = table.get(len(ins.operands), {}).get(name)
-        if f is None or type_ not in ops.TYPES:
-            raise SimtError(f"{self.function.name}: the instruction {ins.text!r} is outside the subset")
-        if is_float and name in ("sqrt", "rcp", "div") and "rn" not in parts:
-            raise SimtError(f"{self.function.name}: {ins.text!r} is not correctly rounded")
-        put = self.put(ins.operands[0])
-        types = [type_] * (len(ins.operands) - 1)
-        if name in ("shl", "shr"):
-            types[1] = "u32"
-        if name == "bfe":
-            types[1:] = ["u32", "u32"]
-        if name == "mad.wide":
-            types[2] = type_[0] + str(2 * int(type_[1:]))
-        gets = [self.get(o, t) for o, t in zip(ins.operands[1:], types)]
-        if len(gets) == 1:
-            a = gets[0]
-            return lambda s, idx: put(s, idx, f(a(s, idx)))
-        if len(gets) == 2:
-            a, b = gets
-            return lambda s, idx: put(s, idx, f(a(s, idx), b(s, idx)))
-        a, b, c = gets
-        return lambda s, idx: put(s, idx, f(a(s, idx), b(s, idx), c(s, idx)))
-
-    def _mov(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        to, source = ins.operands
-        if source.startswith("{"):
-            pieces = [self.get(o, f"u{int(parts[1][1:]) // 2}") for o in _inside(source)]
-            put, bits = self.put(to), int(parts[1][1:]) // 2
-            wide = ops.TYPES[f"u{2 * bits}"]
-            return lambda s, idx: put(s, idx, pieces[0](s, idx).astype(wide) | pieces[1](s, idx).astype(wide) << wide(bits))
-        if to.startswith("{"):
-            get, bits = self.get(source, "u" + parts[1][1:]), int(parts[1][1:]) // 2
-            puts = [self.put(o) for o in _inside(to)]
-            half = ops.TYPES[f"u{bits}"]
-
-            def split(s: _Run, idx: Index) -> None:
-                v = get(s, idx)
-                puts[0](s, idx, v.astype(half))
-                puts[1](s, idx, (v >> v.dtype.type(bits)).astype(half))
-
-            return split
-        put, get = self.put(to), self.get(source, parts[1])
-        return lambda s, idx: put(s, idx, get(s, idx))
-
-    def _setp(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        type_ = parts[-1]
-        put, a, b = self.put(ins.operands[0]), self.get(ins.operands[1], type_), self.get(ins.operands[2], type_)
-        return lambda s, idx: put(s, idx, ops.compare(parts[1], a(s, idx), b(s, idx), type_[0] == "f"))
-
-    def _selp(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        put = self.put(ins.operands[0])
-        a, b, p = self.get(ins.operands[1], parts[1]), self.get(ins.operands[2], parts[1]), self.get(ins.operands[3], "pred")
-        return lambda s, idx: put(s, idx, np.where(p(s, idx), a(s, idx), b(s, idx)))
-
-    def _cvt(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        to, source = parts[-2], parts[-1]
-        put, get = self.put(ins.operands[0]), self.get(ins.operands[1], source)
-        return lambda s, idx: put(s, idx, ops.convert(get(s, idx), to, source, parts[1:-2]))
-
-    def _dp4a(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        put = self.put(ins.operands[0])
-        a, b, c = (self.get(o, "u32") for o in ins.operands[1:])
-        return lambda s, idx: put(s, idx, ops.dot4(a(s, idx), b(s, idx), c(s, idx), parts[1] == "s32", parts[2] == "s32"))
-
-    def _prmt(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        put = self.put(ins.operands[0])
-        a, b, c = (self.get(o, "u32") for o in ins.operands[1:])
-        return lambda s, idx: put(s, idx, ops.permute(a(s, idx), b(s, idx), c(s, idx)))
-
-    def _shfl(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        kind = parts[2]
-        clamp = {"bfly": 31, "up": 0}.get(kind)
-        if parts[1] != "sync" or clamp != int(ins.operands[3], 0):
-            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
-        put = self.put(ins.operands[0].split("|")[0])
-        value, by, members = self.get(ins.operands[1], "u32"), int(ins.operands[2], 0), int(ins.operands[4], 0)
-
-        def run(s: _Run, idx: Index) -> None:
-            if members != -1:
-                raise s.fail("a shuffle among some lanes is outside the subset")
-            whole = np.zeros(s.n, np.uint32)
-            whole[idx] = value(s, idx)
-            own = np.arange(s.n)[idx]
-            other = own ^ by if kind == "bfly" else np.where(own % 32 >= by, own - by, own)
-            put(s, idx, whole[other])
-
-        return run
-
-    def _mma(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        shape = parts[3] if parts[1:3] == ["sync", "aligned"] else ""
-        if shape not in ("m16n8k16", "m16n8k32") or parts[4:] != ["row", "col", "s32", "u8", "s8", "s32"]:
-            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
-        puts = [self.put(o) for o in _inside(ins.operands[0])]
-        a, b, c = ([self.get(o, "u32") for o in _inside(operand)] for operand in ins.operands[1:])
-
-        def run(s: _Run, idx: Index) -> None:
-            words = [np.broadcast_to(get(s, idx), s.log_thread[idx].shape).reshape(-1, 32) for get in (*a, *b, *c)]
-            results = ops.mma(words[: len(a)], words[len(a) : len(a) + len(b)], words[len(a) + len(b) :])
-            for put, v in zip(puts, results):
-                put(s, idx, v.reshape(-1))
-
-        return run
-
-    def _bar(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        if parts[1] != "warp":
-            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
-
-        def run(s: _Run, idx: Index) -> None:
-            s.warp_epoch[idx] += 1
-
-        return run
-
-    def _ld(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        space, type_ = parts[1], parts[-1]
-        if space == "param":
-            name = ins.operands[1].strip("[]")
-            put = self.put(ins.operands[0])
-            return lambda s, idx: put(s, idx, np.full(len(s.local_block[idx]), s.args[name], np.uint64))
-        to = _inside(ins.operands[0]) if ins.operands[0].startswith("{") else [ins.operands[0]]
-        puts = [self.put(o) for o in to]
-        address, _ = self.address(ins.operands[1])
-        size = np.dtype(ops.TYPES[type_]).itemsize
-        view, dtype, count = VIEWS[size], ops.TYPES[type_], len(to)
-
-        def run(s: _Run, idx: Index) -> None:
-            where = address(s, idx)
-            if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, READ)
-            elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, READ)
-            else:
-                raise s.fail(f"loads from the {space} space are outside the subset")
-            words = memory.view(view)
-            first = at // size
-            for i, put in enumerate(puts):
-                put(s, idx, words[first + i].view(dtype))
-
-        return run
-
-    def _atom(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        """Additions of 32-bit integers to shared memory. What they return depends on an order nobody knows, so a pattern is returned."""
-        if parts[1:] != ["shared", "add", "u32"]:
-            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
-        put, value = self.put(ins.operands[0]), self.get(ins.operands[2], "u32")
-        address, _ = self.address(ins.operands[1])
-
-        def run(s: _Run, idx: Index) -> None:
-            at = s.shared_access(address(s, idx), 4, idx, ATOMIC)
-            np.add.at(s.shared.view(np.uint32), at // 4, value(s, idx))
-            put(s, idx, np.uint32(0xA5A5A5A5))
-
-        return run
-
-    def _st(self, ins: Instruction, parts: list[str]) -> Callable[[_Run, Index], None]:
-        space, type_ = parts[1], parts[-1]
-        source = _inside(ins.operands[1]) if ins.operands[1].startswith("{") else [ins.operands[1]]
-        size = np.dtype(ops.TYPES[type_]).itemsize
-        view, count = VIEWS[size], len(source)
-        gets = [self.get(o, f"u{8 * size}") for o in source]
-        address, _ = self.address(ins.operands[0])
-
-        def run(s: _Run, idx: Index) -> None:
-            where = address(s, idx)
-            if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, WRITE)
-            elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, WRITE)
-            else:
-                raise s.fail(f"stores to the {space} space are outside the subset")
-            words = memory.view(view)
-            first = at // size
-            for i, get in enumerate(gets):
-                words[first + i] = get(s, idx)
-
-        return run
-
-
-def _inside(braces: str) -> list[str]:
-    return [o.strip() for o in braces.strip("{}").split(",")]

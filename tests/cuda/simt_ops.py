@@ -107,6 +107,36 @@ def mma(a, b, c):  # type: ignore[no-untyped-def]
     return [(product[:, row, column] + start.view(np.int32)).astype(np.uint32) for (row, column), start in zip(at, c)]
 
 
+def _mma_16bit(a, b, c, decode):  # type: ignore[no-untyped-def]
+    """``mma.m16n8k16`` of 16-bit floats for warps [n, 32]: exact products and one rounding, where hardware rounds in ways of its own."""
+    lane = np.arange(32)
+    g, t = lane // 4, lane % 4
+    left, right = np.zeros((len(a[0]), 16, 16), np.float64), np.zeros((len(a[0]), 16, 8), np.float64)
+    for half in range(2):
+        shift = np.uint32(16 * half)
+        for j, word in enumerate(a):
+            left[:, g + 8 * (j % 2), 8 * (j // 2) + 2 * t + half] = decode((word >> shift).astype(np.uint16))
+        for j, word in enumerate(b):
+            right[:, 8 * j + 2 * t + half, g] = decode((word >> shift).astype(np.uint16))
+    product = left @ right
+    at = [(g + 8 * (j // 2), 2 * t + j % 2) for j in range(4)]
+    return [(product[:, row, column] + start).astype(np.float32) for (row, column), start in zip(at, c)]
+
+
+def mma_f16(a, b, c):  # type: ignore[no-untyped-def]
+    return _mma_16bit(a, b, c, lambda v: v.view(np.float16))
+
+
+def mma_bf16(a, b, c):  # type: ignore[no-untyped-def]
+    return _mma_16bit(a, b, c, lambda v: (v.astype(np.uint32) << np.uint32(16)).view(np.float32))
+
+
+def pack_halves(high, low):  # type: ignore[no-untyped-def]
+    """``cvt.rn.f16x2.f32``: the first operand goes to the upper half."""
+    upper, lower = (v.astype(np.float16).view(np.uint16).astype(np.uint32) for v in (high, low))
+    return upper << np.uint32(16) | lower
+
+
 def permute(a, b, selector):  # type: ignore[no-untyped-def]
     """``prmt`` in its default mode."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)

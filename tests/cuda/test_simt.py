@@ -24,6 +24,7 @@ HEAD = """
 {
   .shared .align 16 .b8 sh[256];
   .shared .align 16 .b8 other[64];
+  .shared .align 16 .b8 big[512];
   ld.param.b64 %rd1, [k_param_0];
   ld.param.b64 %rd2, [k_param_1];
   mov.u32 %r1, %tid.x;
@@ -122,6 +123,77 @@ $B:
     assert (execute(body) == np.where((lanes ^ 8) < 40, 2000, 1000) + (lanes ^ 8)).all()
 
 
+COPY = """
+  cp.async.ca.shared.global [%rd11], [%rd4], 4;
+  {close}
+  xor.b32 %r4, %r1, 32;
+  mul.wide.u32 %rd5, %r4, 4;
+  add.s64 %rd6, %rd10, %rd5;
+  {wait}
+  {barrier}
+  ld.shared.b32 %r5, [%rd6];
+  bar.sync 0;
+  st.global.b32 [%rd4], %r5;
+"""
+PARTS = {"close": "cp.async.commit_group;", "wait": "cp.async.wait_group 0;", "barrier": "bar.sync 0;"}
+
+
+def test_a_copy_arrives_when_it_was_waited_for():
+    assert (execute(COPY.format(**PARTS)) == np.arange(64) ^ 32).all()
+
+
+@pytest.mark.parametrize(
+    "part, instead, why",
+    [("wait", "", "still on its way"), ("wait", "cp.async.wait_group 1;", "still on its way"), ("close", "", "still on its way"),
+     ("barrier", "", "race on shared memory")],
+)  # fmt: skip
+def test_what_a_copy_needs(part, instead, why):
+    """Waiting, for the right number of groups, of a group that was closed; and a barrier for the other threads."""
+    fails(COPY.format(**{**PARTS, part: instead}), why)
+
+
+def test_two_groups_on_their_way():
+    """The older of two groups has arrived, the younger has not."""
+    body = """
+  mov.b64 %rd13, big;
+  add.s64 %rd12, %rd13, %rd3;
+  cp.async.ca.shared.global [%rd11], [%rd4], 4;
+  cp.async.commit_group;
+  cp.async.ca.shared.global [%rd12], [%rd4], 4;
+  cp.async.commit_group;
+  cp.async.wait_group 1;
+"""
+    assert (execute(body + "  ld.shared.b32 %r5, [%rd11];\n  st.global.b32 [%rd4], %r5;") == np.arange(64)).all()
+    fails(body + "  ld.shared.b32 %r5, [%rd12];\n", "still on its way")
+
+
+def test_transposed_matrices():
+    """Lane l gets, of matrix i, rows 2t and 2t + 1 of column g."""
+    rng = np.random.default_rng(3)
+    matrices = rng.integers(0, 1 << 16, (4, 8, 8)).astype(np.uint16)
+    body = """
+  shl.b64 %rd7, %rd3, 2;
+  add.s64 %rd8, %rd1, %rd7;
+  mov.b64 %rd12, big;
+  add.s64 %rd9, %rd12, %rd7;
+  ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd8];
+  st.shared.v4.b32 [%rd9], {%r10, %r11, %r12, %r13};
+  bar.warp.sync -1;
+  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r20, %r21, %r22, %r23}, [%rd9];
+  st.global.v4.b32 [%rd8], {%r20, %r21, %r22, %r23};
+  ret;
+}
+"""
+    memory = GlobalMemory()
+    data = memory.store(matrices, "data")
+    Simt(HEAD + body, memory).launch("k", 1, 32, [data, 0])
+    got = memory.read(data, (32, 4, 2), np.uint16)
+    for lane in range(32):
+        g, t = lane >> 2, lane & 3
+        for i in range(4):
+            assert got[lane, i].tolist() == [matrices[i, 2 * t, g], matrices[i, 2 * t + 1, g]]
+
+
 COUNTING = """
   setp.ne.u32 %p1, %r1, 0;
   @%p1 bra $ZEROED;
@@ -171,6 +243,7 @@ ARITHMETIC = [
     ("setp.ne.f32 %p1, 0f7FC00000, 0f3F800000;\n  selp.b32 %r5, 1, 2, %p1;", 2),
     ("setp.neu.f32 %p1, 0f7FC00000, 0f3F800000;\n  selp.b32 %r5, 1, 2, %p1;", 1),
     ("cvt.rn.f16.f32 %rs1, 0f3F803000;\n  cvt.f32.f16 %r5, %rs1;", 0x3F804000),
+    ("cvt.rn.f16x2.f32 %r5, 0f3F800000, 0fC0000000;", 0x3C00C000),
     ("mov.b64 %rd7, {%r1, 5};\n  shr.u64 %rd7, %rd7, 32;\n  cvt.u32.u64 %r5, %rd7;", 5),
 ]
 
@@ -205,6 +278,35 @@ def test_tensor_core_products():
         group, thread = lane >> 2, lane & 3
         for i in range(4):
             assert got[i, lane] == product_[group + (8 if i >= 2 else 0), thread * 2 + (i & 1)] + 5 + i
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_tensor_core_products_of_halves(kind):
+    """16 x 16 by 16 x 8; each value placed as the PTX manual's formulas for m16n8k16 say."""
+    rng = np.random.default_rng(4)
+    a, b = (rng.integers(-8, 8, shape).astype(np.float32) / 4 for shape in ((16, 16), (16, 8)))
+    code = (lambda v: int(np.float16(v).view(np.uint16))) if kind == "f16" else (lambda v: int(np.float32(v).view(np.uint32)) >> 16)
+    words = np.zeros((6, 32), np.uint32)
+    for lane in range(32):
+        group, thread = lane >> 2, lane & 3
+        for i in range(8):  # a0..a7 of the manual
+            row = group if i in (0, 1, 4, 5) else group + 8
+            words[i // 2, lane] |= np.uint32(code(a[row, thread * 2 + (i & 1) + (8 if i >= 4 else 0)]) << 16 * (i & 1))
+        for i in range(4):
+            words[4 + i // 2, lane] |= np.uint32(code(b[thread * 2 + (i & 1) + (8 if i >= 2 else 0), group]) << 16 * (i & 1))
+    loads = "".join(f"  ld.global.b32 %r{10 + i}, [%rd4+{128 * i}];\n" for i in range(6))
+    mma = f"  mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32\n {{%r20, %r21, %r22, %r23}},\n {{%r10, %r11, %r12, %r13}},\n"
+    stores = "".join(f"  st.global.b32 [%rd4+{128 * i}], %r{20 + i};\n" for i in range(4))
+    memory = GlobalMemory()
+    data = memory.store(words, "data")
+    mma = "  mov.b32 %r30, 0f3F000000;\n" + mma + " {%r14, %r15}, {%r30, %r30, %r30, %r30};\n"
+    Simt(HEAD + loads + mma + stores + "  ret;\n}\n", memory).launch("k", 1, 32, [data, 0])
+    got = memory.read(data, (6, 32), np.float32)
+    product_ = a @ b
+    for lane in range(32):
+        group, thread = lane >> 2, lane & 3
+        for i in range(4):
+            assert got[i, lane] == product_[group + (8 if i >= 2 else 0), thread * 2 + (i & 1)] + 0.5
 
 
 # -- planted errors in real kernels ----------------------------------------------------------------------------------
