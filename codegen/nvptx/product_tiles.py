@@ -1,9 +1,10 @@
-"""Integer products of many tokens: 64 weight rows by 64 tokens per block, both staged in shared memory, multiplied by tensor cores.
+"""Integer products of many tokens: 64 weight rows by 64 tokens per block, staged in shared memory, multiplied by tensor cores.
 
-A stage holds four blocks of 32 columns: weights unpacked to code words, scales and minima in f32, activations as they are. A warp
-computes two weight groups (gate and up of a gated product meet in one thread) for 16 tokens. The integer sums of a block are exact, so
-``mma`` gives what ``dp4a`` gives; scales are applied per block in the order of ``products``, segments follow each other with one
-accumulator each.
+A stage holds four blocks of 32 columns (two where shared memory is short). Packed weights and activation records come by copies that do
+not wait, in two buffers: while a stage is unpacked and multiplied, the next one is on its way. Weights are unpacked once per stage to code
+words, scales and minima in f32. A warp computes two weight groups (gate and up of a gated product meet in one thread) for 16 tokens. The
+integer sums of a block are exact, so ``mma`` gives what ``dp4a`` gives; scales are applied per block in the order of ``products``, segments
+follow each other with one accumulator each.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from ggufc.codegen.emitter import F32, I32, Value, Var
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.weights import q8_record, weight_format
-from ggufc.codegen.weights.base import ROWS
+from ggufc.codegen.weights.base import ROWS, Cursor
 
 from .emitter import PtxEmitter
 from .entry import Entry, rows_factor
-from .products import TILE_FROM, Finish, load_activations, row_count, segments, units_of
+from .products import TILE_FROM, Finish, correction_words, corrections, row_count, segments, units_of
 
 GROUPS = 4
 BLOCK_TOKENS = 64
-STAGE = 4
-"""Blocks of 32 columns per stage."""
 THREADS = 256
+SHARED_BYTES = 48 << 10
+"""Static shared memory of a block on every architecture."""
 _PITCH = GROUPS * ROWS + 8
 """Words between code words of a stage: eight more than rows, so that the fragments of ``mma`` come from different banks."""
 _PAIRS = GROUPS // 2
@@ -31,62 +32,109 @@ _COLUMNS = 16
 
 
 class _Stage:
-    """Shared memory of a stage.
+    """Shared memory of the stages.
 
-    Weights: words [block][word][group][16 rows], numbers likewise. Activations: [block][token] records of eight words, the scale, starts
-    and sums; a record is an odd number of 16 bytes, which spreads tokens over the banks.
+    Packed weights: [buffer][group][block] codes, scales and super-scales as in memory. Unpacked ones: words [block][word][group][16 rows],
+    numbers likewise. Activations: [buffer][block][token] records of eight words, the scale, words of sums; a record is an odd number of 16
+    bytes, which spreads tokens over the banks.
     """
 
     def __init__(self, e: PtxEmitter, spec: MatMul) -> None:
         self.e, self.spec = e, spec
-        self.format = weight_format(spec.format)
-        n = 32 // self.format.group
-        self.n_scales, self.n_mins = n, n if self.format.has_min else 0
-        self.n_starts, self.n_sums = n if self.format.offset else 0, self.n_mins
-        self.words = 8 + self.n_scales + self.n_mins
-        self.weights = e.shared(4 * STAGE * self.words * _PITCH, "weights")
-        self.record = 16 * (-(-(9 + self.n_starts + self.n_sums) // 4) | 1)
-        self.activations = e.shared(STAGE * BLOCK_TOKENS * self.record, "activations")
+        self.format = f = weight_format(spec.format)
+        self.n_scales = 32 // f.group
+        self.n_codes, self.n_total = correction_words(f), int(f.has_min and self.n_scales == 1)
+        self.words = 8 + self.n_scales * (2 if f.has_min else 1)
+        self.packed_size = f.code_bytes + f.scale_bytes + f.super_bytes
+        self.record = 16 * (-(-(9 + self.n_codes + self.n_total) // 4) | 1)
+        self.blocks = next(n for n in (4, 2, 1) if n == 1 or self._bytes(n) <= SHARED_BYTES)
+        self.unpacked = e.shared(4 * self.blocks * self.words * _PITCH, "unpacked")
+        self.packed = e.shared(2 * GROUPS * self.blocks * self.packed_size, "packed")
+        self.activations = e.shared(2 * self.blocks * BLOCK_TOKENS * self.record, "activations")
+
+    def _bytes(self, blocks: int) -> int:
+        return blocks * (4 * self.words * _PITCH + 2 * GROUPS * self.packed_size + 2 * BLOCK_TOKENS * self.record)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def copy(self, buffer: Value, group: Value, token: Value, last_token: Value, first: Value, stop: Value) -> None:
+        """Start copying the blocks first..stop-1 (as far as a stage goes) of four groups and 64 tokens to ``buffer``, as one group of
+        copies.
+        """
+        self._copy_weights(buffer, group, first, stop)
+        self._copy_activations(buffer, token, last_token, first, stop)
+        self.e.close_copies()
+
+    def _copy_weights(self, buffer: Value, first_group: Value, first: Value, stop: Value) -> None:
+        """Some threads for each block of each group, 16 bytes at a time."""
+        e, b, f, k = self.e, self.e.b, self.format, self.spec.k
+        per = THREADS // (GROUPS * self.blocks)
+        pair, unit = b.udiv(e.thread, e.i64(per)), b.urem(e.thread, e.i64(per))
+        group, block = b.urem(pair, e.i64(GROUPS)), b.udiv(pair, e.i64(GROUPS))
+        i, m = b.add(first, block), f.chunk_blocks(k)
+        with e.if_(b.icmp_signed("<", i, stop)):
+            last = e.i64(-(-self.spec.n // ROWS) - 1)
+            start = e.at(e.arg_ptr(0), e.imin(b.add(first_group, group), last), f.group_bytes(k))
+            source = f.cursor(e, start, k, b.udiv(i, e.i64(m)), b.urem(i, e.i64(m)), 0)
+            target = self._packed(buffer, group, block)
+            at = 0
+            for plane, size in ((source.codes, f.code_bytes), (source.scales, f.scale_bytes), (source.supers, f.super_bytes)):
+                with e.for_range(b.mul(unit, e.i64(16)), size, 16 * per, name="byte") as byte:
+                    e.copy_async(e.gep(e.gep(target, at), byte), e.gep(plane, byte), 16)
+                at += size
+
+    def _packed(self, buffer: Value, group: Value, block: Value) -> Value:
+        e, b = self.e, self.e.b
+        place = b.add(b.mul(b.add(b.mul(buffer, e.i64(GROUPS)), group), e.i64(self.blocks)), block)
+        return e.at(self.packed, place, self.packed_size)
+
+    def _copy_activations(self, buffer: Value, first_token: Value, last_token: Value, first: Value, stop: Value) -> None:
+        """A thread takes a block of a token."""
+        e, b, at = self.e, self.e.b, q8_record(self.spec.k)
+        with e.for_threads(self.blocks * BLOCK_TOKENS) as j:
+            block, token = b.urem(j, e.i64(self.blocks)), b.udiv(j, e.i64(self.blocks))
+            i = b.add(first, block)
+            with e.if_(b.icmp_signed("<", i, stop)):
+                record = e.at(e.arg_ptr(1), e.imin(b.add(first_token, token), last_token), at.stride)
+                to = self.token(buffer, block, token)
+                for half in range(2):
+                    e.copy_async(e.gep(to, 16 * half), e.gep(e.at(record, i, 32), 16 * half), 16)
+                e.copy_async(e.gep(to, 32), e.at(e.gep(record, at.off_d), i, 4), 4)
+                codes = e.at(e.gep(record, at.off_c16 if self.n_scales > 1 else at.off_c32), i, 4 * self.n_scales)
+                for c in range(self.n_codes):
+                    e.copy_async(e.gep(to, 36 + 4 * c), e.gep(codes, 4 * c), 4)
+                if self.n_total:
+                    e.copy_async(e.gep(to, 36 + 4 * self.n_codes), e.at(e.gep(record, at.off_s), i, 4), 4)
+
+    # -- what has arrived ----------------------------------------------------------------------------------------------
+
+    def unpack(self, buffer: Value, first: Value, stop: Value) -> None:
+        """A thread takes one block of one row."""
+        e, b, f = self.e, self.e.b, self.format
+        with e.for_threads(ROWS * GROUPS * self.blocks) as j:
+            row = b.and_(j, e.i64(ROWS - 1))
+            group, block = b.and_(b.lshr(j, e.i64(4)), e.i64(GROUPS - 1)), b.lshr(j, e.i64(6))
+            i = b.add(first, block)
+            with e.if_(b.icmp_signed("<", i, stop)):
+                codes = self._packed(buffer, group, block)
+                scales = e.gep(codes, f.code_bytes)
+                number = b.urem(i, e.i64(f.chunk_blocks(self.spec.k)))
+                w = f.unpack(e, Cursor(codes, scales, e.gep(scales, f.scale_bytes), row, number))
+                for word, v in enumerate([*w.quads, *w.scales, *w.mins]):
+                    e.store(v, self.weight(block, word, group, row))
 
     def weight(self, block: Value, word: int | Value, group: int | Value, row: Value) -> Value:
-        """Address of a word (a number, for indices from 8 on) of a weight row."""
+        """Address of an unpacked word (a number, for indices from 8 on) of a weight row."""
         e, b = self.e, self.e.b
         word, group = (e.i64(v) if isinstance(v, int) else v for v in (word, group))
         line = b.add(b.mul(block, e.i64(self.words)), word)
-        return e.at(self.weights, b.add(b.mul(line, e.i64(_PITCH)), b.add(b.mul(group, e.i64(ROWS)), row)), 4)
+        return e.at(self.unpacked, b.add(b.mul(line, e.i64(_PITCH)), b.add(b.mul(group, e.i64(ROWS)), row)), 4)
 
-    def token(self, block: Value, token: Value) -> Value:
+    def token(self, buffer: Value, block: Value, token: Value) -> Value:
+        """Address of a token's record."""
         e, b = self.e, self.e.b
-        return e.at(self.activations, b.add(b.mul(block, e.i64(BLOCK_TOKENS)), token), self.record)
-
-    def put_weights(self, unit_groups: Value, n_groups: Value, first: Value, stop: Value) -> None:
-        """Unpack: a thread takes one block of one row."""
-        e, b, f, k = self.e, self.e.b, self.format, self.spec.k
-        row = b.and_(e.thread, e.i64(ROWS - 1))
-        group = b.and_(b.lshr(e.thread, e.i64(4)), e.i64(GROUPS - 1))
-        block = b.lshr(e.thread, e.i64(6))
-        i, m = b.add(first, block), f.chunk_blocks(k)
-        with e.if_(b.icmp_signed("<", i, stop)):
-            which = e.imin(b.add(unit_groups, group), n_groups)
-            start = e.at(e.arg_ptr(0), which, f.group_bytes(k))
-            w = f.unpack(e, f.cursor(e, start, k, b.udiv(i, e.i64(m)), b.urem(i, e.i64(m)), row))
-            for j, v in enumerate([*w.quads, *w.scales, *w.mins]):
-                e.store(v, self.weight(block, j, group, row))
-
-    def put_activations(self, first_token: Value, last_token: Value, first: Value, stop: Value) -> None:
-        """A thread takes one block of one token."""
-        e, b = self.e, self.e.b
-        block, token = b.and_(e.thread, e.i64(STAGE - 1)), b.lshr(e.thread, e.i64(2))
-        i = b.add(first, block)
-        with e.if_(b.icmp_signed("<", i, stop)):
-            source = e.imin(b.add(first_token, token), last_token)
-            record = e.at(e.arg_ptr(1), source, q8_record(self.spec.k).stride)
-            x = load_activations(e, self.format, self.spec.k, record, i)
-            to = self.token(block, token)
-            e.vector_store(x.quads[:4], to, 16)
-            e.vector_store(x.quads[4:], e.gep(to, 16), 16)
-            for j, v in enumerate([x.d, *x.starts, *x.sums]):
-                e.store(v, e.gep(to, 32 + 4 * j))
+        place = b.add(b.mul(buffer, e.i64(self.blocks)), block)
+        return e.at(self.activations, b.add(b.mul(place, e.i64(BLOCK_TOKENS)), token), self.record)
 
 
 class _Warp:
@@ -134,29 +182,46 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
     stage, warp = _Stage(e, spec), _Warp(e)
     cut = segments(stage.format, spec.k)
     m = stage.format.chunk_blocks(spec.k)
+    length, all_blocks = cut.length * m, cut.pieces * m
+    per_segment = -(-length // stage.blocks)
     row_tiles = -(-units_of(spec) // (GROUPS // spec.unit))
     count = row_count(spec, e)
     finish = Finish(spec, e)
     e.begin_tiles()
     first_group = b.mul(b.urem(e.tile, e.i64(row_tiles)), e.i64(GROUPS))
     first_token = b.mul(b.udiv(e.tile, e.i64(row_tiles)), e.i64(BLOCK_TOKENS))
+    last_token = b.sub(count, e.i64(1))
     totals, acc = _sums(e), _sums(e)
-    for cell in _cells(totals):
+    for cell in (*_cells(totals), *_cells(acc)):
         cell.set(e.f32(0.0))
-    with e.for_range(0, cut.count, name="segment") as s:
-        for cell in _cells(acc):
-            cell.set(e.f32(0.0))
-        begin = b.mul(s, e.i64(cut.length * m))
-        stop = e.imin(b.add(begin, e.i64(cut.length * m)), e.i64(cut.pieces * m))
-        with e.for_range(begin, stop, STAGE, name="stage") as first:
-            stage.put_weights(first_group, e.i64(-(-spec.n // ROWS) - 1), first, stop)
-            stage.put_activations(first_token, b.sub(count, e.i64(1)), first, stop)
-            e.barrier()
-            with e.for_range(0, e.imin(b.sub(stop, first), e.i64(STAGE)), name="block") as block:
-                _multiply(e, stage, warp, block, acc)
-            e.barrier()
-        for total, part in zip(_cells(totals), _cells(acc)):
-            total.set(b.fadd(total.get(), part.get()))
+
+    def bounds(number: Value) -> tuple[Value, Value]:
+        """First block of a stage and the end of its segment."""
+        segment, inside = b.udiv(number, e.i64(per_segment)), b.urem(number, e.i64(per_segment))
+        begin = b.mul(segment, e.i64(length))
+        stop = e.imin(b.add(begin, e.i64(length)), e.i64(all_blocks))
+        return b.add(begin, b.mul(inside, e.i64(stage.blocks))), stop
+
+    def copy(number: Value) -> None:
+        stage.copy(b.and_(number, e.i64(1)), first_group, first_token, last_token, *bounds(number))
+
+    copy(e.i64(0))
+    with e.for_range(0, cut.count * per_segment, name="stage") as number:
+        # Past the barrier this stage is here, and nobody reads the one before any more.
+        e.await_copies()
+        e.barrier()
+        with e.if_(b.icmp_signed("<", number, e.i64(cut.count * per_segment - 1))):
+            copy(b.add(number, e.i64(1)))
+        first, stop = bounds(number)
+        buffer = b.and_(number, e.i64(1))
+        stage.unpack(buffer, first, stop)
+        e.barrier()
+        with e.for_range(0, e.imin(b.sub(stop, first), e.i64(stage.blocks)), name="block") as block:
+            _multiply(e, stage, warp, buffer, block, acc)
+        with e.if_(b.icmp_signed("==", b.urem(number, e.i64(per_segment)), e.i64(per_segment - 1))):
+            for total, part in zip(_cells(totals), _cells(acc)):
+                total.set(b.fadd(total.get(), part.get()))
+                part.set(e.f32(0.0))
     for fragment in range(2):
         for row in range(2):
             for column in range(2):
@@ -170,15 +235,15 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
                         finish(out, token, sums[p * spec.unit : (p + 1) * spec.unit])
 
 
-def _multiply(e: PtxEmitter, stage: _Stage, warp: _Warp, block: Value, acc: _Sums) -> None:
+def _multiply(e: PtxEmitter, stage: _Stage, warp: _Warp, buffer: Value, block: Value, acc: _Sums) -> None:
     """One block of 32 columns: a product per scale and fragment, then the scales."""
     b, n = e.b, stage.n_scales
     further = b.add(warp.t, e.i64(4))
     columns = []
     for fragment in range(2):
-        record = stage.token(block, b.add(warp.first_token, b.add(warp.g, e.i64(8 * fragment))))
+        record = stage.token(buffer, block, b.add(warp.first_token, b.add(warp.g, e.i64(8 * fragment))))
         words = [e.load(I32, e.at(record, word, 4)) for word in (warp.t, further)]
-        columns.append((words, [_Column(e, stage, stage.token(block, warp.token(e, fragment, c))) for c in range(2)]))
+        columns.append((words, [_Column(e, stage, stage.token(buffer, block, warp.token(e, fragment, c))) for c in range(2)]))
     for i, group in enumerate(warp.groups):
         halves = [[e.load(I32, stage.weight(block, word, group, row)) for row in warp.rows] for word in (warp.t, further)]
         numbers = [[e.load(F32, stage.weight(block, 8 + j, group, row)) for j in range(stage.words - 8)] for row in warp.rows]
@@ -203,5 +268,6 @@ class _Column:
 
     def __init__(self, e: PtxEmitter, stage: _Stage, record: Value) -> None:
         self.d = e.load(F32, e.gep(record, 32))
-        self.starts = [e.load(I32, e.gep(record, 36 + 4 * j)) for j in range(stage.n_starts)]
-        self.sums = [e.load(F32, e.gep(record, 36 + 4 * (stage.n_starts + j))) for j in range(stage.n_sums)]
+        codes = [e.load(I32, e.gep(record, 36 + 4 * j)) for j in range(stage.n_codes)]
+        total = [e.load(F32, e.gep(record, 36 + 4 * (stage.n_codes + j))) for j in range(stage.n_total)]
+        self.starts, self.sums = corrections(e, stage.format, self.d, codes, total)

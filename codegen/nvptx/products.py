@@ -64,28 +64,38 @@ class Activations:
     """What minima multiply, one per minimum."""
 
 
+def correction_words(format: WeightFormat) -> int:
+    """Words of sums of the codes that a block of 32 activations needs: to remove offsets, or for minima of 16 columns."""
+    n = 32 // format.group
+    return n if n > 1 and (format.offset or format.has_min) else 1 if format.offset else 0
+
+
 def load_activations(e: PtxEmitter, format: WeightFormat, k: int, record: Value, i: Value) -> Activations:
     """Block ``i`` of a record (``weights.activations``)."""
-    b, at, n = e.b, q8_record(k), 32 // format.group
+    at, n, words = q8_record(k), 32 // format.group, correction_words(format)
     qs = e.at(record, i, 32)
     quads = e.vector_load(I32, 4, qs, 16) + e.vector_load(I32, 4, e.gep(qs, 16), 16)
     d = e.load(F32, e.at(e.gep(record, at.off_d), i, 4))
-    starts: list[Value] = []
-    sums: list[Value] = []
-    c16: list[Value] = []
-    if n > 1 and (format.offset or format.has_min):
-        where = e.at(e.gep(record, at.off_c16), i, 8)
-        c16 = [e.load(I32, e.gep(where, 4 * g)) for g in range(n)]
-    if format.offset:
-        words = c16 or [e.load(I32, e.at(e.gep(record, at.off_c32), i, 4))]
-        shift = 7 - (format.offset.bit_length() - 1)
-        starts = [b.ashr(w, e.i32(shift)) if shift else w for w in words]
-    if format.has_min and n == 1:
-        sums = [e.load(F32, e.at(e.gep(record, at.off_s), i, 4))]
-    elif format.has_min:
-        # c16 is -128 times the sum of 16 activations; the factor is a power of two, so no rounding is added.
-        sums = [b.fmul(b.fmul(d, b.sitofp(c, F32)), e.f32(-1 / 128)) for c in c16]
+    where = e.at(e.gep(record, at.off_c16 if n > 1 else at.off_c32), i, 4 * n)
+    codes = [e.load(I32, e.gep(where, 4 * g)) for g in range(words)]
+    total = [e.load(F32, e.at(e.gep(record, at.off_s), i, 4))] if format.has_min and n == 1 else []
+    starts, sums = corrections(e, format, d, codes, total)
     return Activations(quads, d, starts, sums)
+
+
+def corrections(
+    e: PtxEmitter, format: WeightFormat, d: Value, codes: Sequence[Value], total: Sequence[Value]
+) -> tuple[list[Value], list[Value]]:
+    """What integer sums start from and what minima multiply, from the words of a record."""
+    b = e.b
+    starts: list[Value] = []
+    if format.offset:
+        shift = 7 - (format.offset.bit_length() - 1)
+        starts = [b.ashr(w, e.i32(shift)) if shift else w for w in codes]
+    if format.has_min and not total:
+        # The words are -128 times the sums of 16 activations; the factor is a power of two, so no rounding is added.
+        return starts, [b.fmul(b.fmul(d, b.sitofp(c, F32)), e.f32(-1 / 128)) for c in codes]
+    return starts, list(total)
 
 
 def accumulate(e: PtxEmitter, quads: Sequence[Value], scales: Sequence[Value], mins: Sequence[Value], x: Activations, acc: Value) -> Value:

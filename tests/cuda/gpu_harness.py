@@ -30,13 +30,14 @@ def run(
     slice_tokens: int | None = None,
     max_blocks: int | None = None,
     races: bool = True,
+    text: str | None = None,
     **params: int,
 ) -> list[np.ndarray | None]:
     """Launch ``spec``; arrays not in ``writes`` are read-only. ``tiles``: what the schedule gives the launch; ``slice_tokens``: attention's
-    slices.
+    slices; ``text``: PTX to run in place of the kernel's.
     """
     memory = GlobalMemory()
-    gpu = Simt(ptx_of(spec), memory, races)
+    gpu = Simt(ptx_of(spec) if text is None else text, memory, races)
     args = [*args, *[None] * (len(spec.arg_names) - len(args))]
     words, arrays = [], []
     for i, a in enumerate(args):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,9 @@ from ggufc.codegen.kernels import matmul as cpu
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.weights import activation_mode, known_formats, weight_format
 from ggufc.codegen.weights.floats import FloatFormat
-from gpu_harness import run
+from gpu_harness import ptx_of, run
 from products import kernel_name, packed, product, records, weight_rows
+from simt import SimtError
 
 TYPES = [t for t in known_formats() if kernel_name(t) == t]
 EPILOGUES = ["none", "add", "silu_glu", "gelu_glu"]
@@ -36,12 +39,13 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.abs(got - want).max() <= 3e-6 * np.abs(want).max() + 1e-30)
 
 
+@pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type(name):
-    """S75: one token and a few; K over several segments, rows that do not fill a group."""
+def test_every_type(name, tokens):
+    """S75: a few tokens and a tile; K over several segments, rows that do not fill a group."""
     k, n = (512, 40) if weight_format(name).columns > 32 else (224, 40)
     raw = weight_rows(name, k, n)
-    x = activations(3, k)
+    x = activations(tokens, k)
     got = multiply(MatMul(name, k, n, "none", False, "T"), packed(name, raw, k), x, ldy=n + 3)
     assert close(got[:, :n], product(name, raw, k, x))
     assert np.isnan(got[:, n:]).all()
@@ -98,6 +102,24 @@ def test_one_block_computes_all_tiles():
     raw, x = weight_rows(name, k, n), activations(25, k)
     spec, weights = MatMul(name, k, n, "none", False, "T"), packed(name, raw, k)
     assert multiply(spec, weights, x, max_blocks=1).tobytes() == multiply(spec, weights, x).tobytes()
+
+
+def test_tiles_need_every_barrier_and_every_wait():
+    """S75, a test of the tester as well: whichever is taken out of the tile kernel, a race or an early read is found."""
+    name, k, n, tokens = "q4_k", 512, 80, 20
+    raw, x = weight_rows(name, k, n), activations(tokens, k)
+    spec, weights = MatMul(name, k, n, "none", False, "T"), packed(name, raw, k)
+    text = ptx_of(spec)
+    places = [m.span() for m in re.finditer(r"(bar\.sync|cp\.async\.(wait|commit)_group)[^;]*;", text) if m.start() > text.index("_tile(")]
+    missed = 0
+    for start, end in places:
+        try:
+            multiply(spec, weights, x, text=text[:start] + text[end:], max_blocks=1)
+            missed += 1
+        except SimtError as error:
+            assert re.search(r"race on shared memory|still on its way", str(error)), error
+    # The barrier every kernel has between tiles is not needed here: the last stage of a tile and the first of the next use different buffers.
+    assert len(places) >= 6 and missed == 1
 
 
 @pytest.mark.parametrize("name", ["q4_k", "f16", "q5_0", "mxfp4"])
