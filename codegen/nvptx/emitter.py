@@ -228,6 +228,11 @@ class PtxEmitter(Emitter):
         fn = self.intrinsic("llvm.nvvm.shfl.sync.up.i32", I32, [I32] * 4)
         return self.b.call(fn, [self.i32(_FULL), v, self.i32(distance), self.i32(0)])
 
+    def shuffle_from(self, v: Value, lane: Value) -> Value:
+        """The f32 of the lane numbered ``lane`` (i64)."""
+        fn = self.intrinsic("llvm.nvvm.shfl.sync.idx.f32", F32, [I32, F32, I32, I32])
+        return self.b.call(fn, [self.i32(_FULL), v, self.b.trunc(lane, I32), self.i32(31)])
+
     def atomic_add(self, p: Value, v: Value) -> None:
         """Add an integer to shared memory, other threads of the block doing the same: sums of integers have no order."""
         self.b.atomic_rmw("add", p, v, "monotonic")
@@ -300,10 +305,10 @@ class PtxEmitter(Emitter):
         return [self.b.extract_value(got, i) for i in range(4)]
 
     def mma_16bit(self, kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
-        """Tensor-core product of 16 rows and 8 columns of ``kind`` (``f16``, ``bf16``), 16 deep, added to ``c`` in f32; all lanes together.
+        """Tensor-core product of 16 rows and 8 columns of ``kind`` (``f16`` or ``bf16``), 16 deep, added to ``c`` in f32.
 
-        Words hold two values. Lane l, with g = l / 4 and t = l % 4, has in ``a`` values 2t, 2t + 1 of rows g and g + 8, then of the same rows
-        eight further on; in ``b`` values 2t, 2t + 1 of column g, then eight further on; of the result what ``mma_u8_s8`` says.
+        Words hold two values. Lane l, with g = l / 4 and t = l % 4, has in ``a`` values 2t, 2t + 1 of rows g and g + 8, then of the same
+        rows eight further on; in ``b`` values 2t, 2t + 1 of column g, then eight further on; of the result what ``mma_u8_s8`` says.
         """
         result = ir.LiteralStructType([F32] * 4)
         if kind == "f16":
@@ -317,8 +322,8 @@ class PtxEmitter(Emitter):
         return [self.b.extract_value(got, i) for i in range(4)]
 
     def load_matrices_transposed(self, p: Value) -> list[Value]:
-        """``ldmatrix``: four matrices of 8 x 8 16-bit values from shared memory; lane l gives the address of row l % 8 of matrix l / 8 and gets,
-        of each matrix, rows 2t and 2t + 1 of column g.
+        """``ldmatrix``: four matrices of 8 x 8 16-bit values from shared memory. Lane l gives the address of row l % 8 of matrix l / 8 and
+        gets, of each matrix, rows 2t and 2t + 1 of column g.
         """
         result = ir.LiteralStructType([I32] * 4)
         fn = self.intrinsic("llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.trans.b16.p3", result, [SHARED_PTR])

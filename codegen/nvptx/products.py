@@ -139,10 +139,10 @@ class VectorProduct:
                 self._chunk(groups, rows, piece, acc)
         for u, unit in enumerate(acc):
             for t, total in enumerate(unit):
-                e.store(total.get(), self._place(u, t, self.segment, self.row))
+                e.store(total.get(), self.place(u, t, self.segment, self.row))
         e.barrier()
 
-    def _place(self, unit: int, token: Value | int, segment: Value, row: Value) -> Value:
+    def place(self, unit: int, token: Value | int, segment: Value, row: Value) -> Value:
         e, b = self.e, self.e.b
         token = e.i64(token) if isinstance(token, int) else token
         plane = b.add(b.mul(token, e.i64(self.units)), e.i64(unit))
@@ -178,7 +178,7 @@ class VectorProduct:
             totals = [e.var(F32, e.f32(0.0)) for _ in range(self.units)]
             with e.for_range(0, self.cut.count, name="segment") as s:
                 for u, total in enumerate(totals):
-                    total.set(b.fadd(total.get(), e.load(F32, self._place(u, token, s, row))))
+                    total.set(b.fadd(total.get(), e.load(F32, self.place(u, token, s, row))))
             yield row, token, [t.get() for t in totals]
 
 
@@ -249,11 +249,14 @@ def _vector_body(spec: MatMul, tokens: int) -> Callable[[PtxEmitter], None]:
 
 def matmul(spec: MatMul) -> Form:
     """One row at a time, four at a time, and tiles where there are many (integer formats)."""
+    from .product_halves import halves_entries
     from .product_tiles import tile_entry
 
     name, units, block = symbol(spec), units_of(spec), _threads(spec.format, spec.k)
     floats = isinstance(weight_format(spec.format), FloatFormat)
     fixed = int(spec.rows) if spec.rows.isdigit() else 0
+    if spec.format in ("f16", "bf16"):
+        return Form(tuple(halves_entries(spec, fixed)))
     found = []
     for suffix, tokens, low, high in (("_1", 1, 0, 1), (f"_{TOKENS}", TOKENS, 2, 0 if floats else TILE_FROM - 1)):
         if fixed and not (low <= fixed and (not high or fixed <= high)):

@@ -62,7 +62,7 @@ class Operands:
         if operand in self.symbols:
             return np.array([self.symbols[operand]], dtype)
         try:
-            value = int(operand, 0)
+            value = int(operand.removesuffix("U"), 0)
         except ValueError:
             raise SimtError(f"{self.function.name}: the operand {operand!r} is outside the subset") from None
         if dtype is np.bool_:

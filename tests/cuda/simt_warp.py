@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 class WarpInstructions(Operands):
     def _shfl(self, ins: Instruction, parts: list[str]) -> Runs:
         kind = parts[2]
-        clamp = {"bfly": 31, "up": 0}.get(kind)
+        clamp = {"bfly": 31, "up": 0, "idx": 31}.get(kind)
         if parts[1] != "sync" or clamp != int(ins.operands[3], 0):
             raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
         put = self.put(ins.operands[0].split("|")[0])
-        value, by, members = self.get(ins.operands[1], "u32"), int(ins.operands[2], 0), int(ins.operands[4], 0)
+        value, distance, members = self.get(ins.operands[1], "u32"), self.get(ins.operands[2], "u32"), int(ins.operands[4], 0)
 
         def run(s: _Run, idx: Index) -> None:
             if members != -1:
                 raise s.fail("a shuffle among some lanes is outside the subset")
             whole = np.zeros(s.n, np.uint32)
             whole[idx] = value(s, idx)
-            own = np.arange(s.n)[idx]
-            other = own ^ by if kind == "bfly" else np.where(own % 32 >= by, own - by, own)
+            own, by = np.arange(s.n)[idx], distance(s, idx).astype(np.int64)
+            if kind == "idx":
+                other = own // 32 * 32 + by % 32
+            else:
+                other = own ^ by if kind == "bfly" else np.where(own % 32 >= by, own - by, own)
             put(s, idx, whole[other])
 
         return run

@@ -212,10 +212,12 @@ def test_atomics_do_not_race_with_each_other_but_with_plain_accesses():
     fails(COUNTING.format(barrier=""), "race on shared memory")
 
 
-def test_shuffles_up():
+def test_shuffles_up_and_by_index():
     got = execute("  shfl.sync.up.b32 %r5, %r1, 3, 0, -1;\n  st.global.b32 [%rd4], %r5;")
     lanes = np.arange(64)
     assert (got == np.where(lanes % 32 >= 3, lanes - 3, lanes)).all()
+    got = execute("  shr.u32 %r3, %r1, 1;\n  shfl.sync.idx.b32 %r5, %r1, %r3, 31, -1;\n  st.global.b32 [%rd4], %r5;")
+    assert (got == lanes // 32 * 32 + lanes // 2 % 32).all()
     fails("  shfl.sync.down.b32 %r5, %r1, 3, 31, -1;", "outside the subset")
 
 
