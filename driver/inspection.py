@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ggufc.formats import artifact as fmt
+from ggufc.formats import cuda
 
 if TYPE_CHECKING:
     from ggufc.formats.gguf_reader import GGUFFile
@@ -143,15 +144,18 @@ def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: 
 
 def _sections(artifact: Artifact) -> list[Data]:
     """Where the artifact's bytes are: weights by dtype of origin are not known here, so weights count as one."""
-    weights = [t for name, t in artifact.file.tensors.items() if not name.startswith(fmt.IMAGE_TENSOR)]
+    tensors = artifact.file.tensors
+    weights = [t for name, t in tensors.items() if not name.startswith((fmt.IMAGE_TENSOR, cuda.TENSOR))]
+    gpu = [t.nbytes for name, t in tensors.items() if name.startswith(cuda.TENSOR)]
     graphs = [key for key in artifact.metadata if key.startswith(fmt.GRAPH_KEY)]
     text = sum(len(str(artifact.metadata[key])) for key in graphs)
     manifest = len(str(artifact.metadata[fmt.MANIFEST_KEY]))
     weight_bytes = sum(t.nbytes for t in weights)
-    rest = artifact.file.size - weight_bytes - artifact.image.size - text - manifest
+    rest = artifact.file.size - weight_bytes - artifact.image.size - sum(gpu) - text - manifest
     return [
         {"section": "weights", "count": len(weights), "bytes": weight_bytes},
         {"section": "code", "count": 1, "bytes": int(artifact.image.size)},
+        *([{"section": "GPU code (PTX)", "count": len(gpu), "bytes": sum(gpu)}] if gpu else []),
         {"section": "graphs", "count": len(graphs), "bytes": text},
         {"section": "manifest", "count": 1, "bytes": manifest},
         {"section": "metadata, tokenizer, padding", "count": len(artifact.metadata) - len(graphs) - 1, "bytes": rest},

@@ -72,10 +72,40 @@ def examine() -> tuple[dict[str, object], list[str]]:
         "memory": f"{size_words(ram[0])}, {size_words(ram[1])} available" if ram else "unknown",
         "cache": f"{folder} ({size_words(shutil.disk_usage(existing).free)} free)",
     }
+    report |= _cuda()
     for extra, (package, purpose) in EXTRAS.items():
         version = _version(package)
         report[f"extra {extra}"] = f"{package} {version}" if version else f"not installed ({purpose}: `pip install 'ggufc[{extra}]'`)"
     return report, problems
+
+
+def _cuda() -> dict[str, object]:
+    """What running on NVIDIA GPUs would find: driver, devices and the code they take, assembler. Nothing of it is needed on a CPU."""
+    from ggufc.files import size_words
+    from ggufc.formats.cuda import newest_for
+    from ggufc.formats.errors import GgufcError
+    from ggufc.runtime.cuda.library_device import describe_devices
+
+    try:
+        version, devices = describe_devices()
+    except GgufcError as why:
+        return {"cuda": f"not available ({why})", "ptxas": _ptxas()}
+    found = [
+        f"cuda:{i} {d.name}, sm_{d.capability}, {d.multiprocessors} multiprocessors, {size_words(d.memory)} "
+        + (f"(--target native,cuda:{arch})" if (arch := newest_for(d.capability)) else "(too old for ggufc)")
+        for i, d in enumerate(devices)
+    ]
+    driver = f"driver for CUDA {version}"
+    return {"cuda": "; ".join([driver, *found]) if found else f"{driver}, no device visible", "ptxas": _ptxas()}
+
+
+def _ptxas() -> str:
+    """The assembler that ``inspect --ptx`` asks; comes with the code generator."""
+    try:
+        from ggufc.codegen.nvptx import assembler
+    except (ImportError, OSError):
+        return "not available"
+    return f"{assembler.find()} {assembler.version()}" if assembler.find() else "not found (only `inspect --ptx` uses it)"
 
 
 def _version(package: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from ggufc.cli import options
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "json", "dot", "svg", "csv", "html")
 _TEXT_STAGES = ("schedule", "llvm", "asm")
+_PTX = "ptx"
 
 
 @click.command()
@@ -23,7 +25,9 @@ _TEXT_STAGES = ("schedule", "llvm", "asm")
 @click.option(
     "--graph", "graph_name", default="eval", show_default=True, metavar="NAME", help="The graph: eval, or eval_embd (embeddings as input)."
 )
-@click.option("--stage", default="final", show_default=True, metavar="STAGE", help="built, after:PASS, final, schedule, llvm or asm.")
+@click.option(
+    "--stage", default="final", show_default=True, metavar="STAGE", help="built, after:PASS, final, schedule, llvm, asm or ptx[:sm_90]."
+)
 @click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="How to print a graph.")
 @click.option("--layer", type=click.IntRange(0), default=None, help="Only this layer (blk.N).")
 @options.output
@@ -44,7 +48,8 @@ def command(
     """Print the graph of MODEL at a stage of its compilation.
 
     Stages: `built` (as the builder emits it), `after:PASS` (after the first run of that pass), `final`, `schedule` (launches and buffers),
-    `llvm` and `asm` (generated kernels). Text goes back in through `ggufc opt`. An artifact holds its final graphs only.
+    `llvm` and `asm` (generated kernels), `ptx` (GPU kernels; `ptx:sm_90` for an architecture). Text goes back in through `ggufc opt`. An
+    artifact holds its final graphs, and PTX if it was compiled for GPUs.
     """
     from ggufc.cli import terminal
     from ggufc.codegen.compile import CompileOptions
@@ -52,13 +57,14 @@ def command(
     from ggufc.files import refuse_to_overwrite, write_text
     from ggufc.resolve import is_artifact, model_file
 
-    if stage in _TEXT_STAGES and (form != "text" or layer is not None):
+    if (stage in _TEXT_STAGES or stage.partition(":")[0] == _PTX) and (form != "text" or layer is not None):
         raise DriverError(f"--stage {stage} is plain text: it has no --format {form} and no --layer")
     with terminal.progress() as progress:
         path = model_file(model, say=terminal.say, progress=progress, quiet=not terminal.is_terminal())
     refuse_to_overwrite(output, path)
     if is_artifact(path):
-        result = _render(_artifact_graph(path, stage, graph_name), form, layer)
+        held = _artifact_ptx(path, stage)
+        result = _render(_artifact_graph(path, stage, graph_name), form, layer) if held is None else held
     else:
         compile_options = CompileOptions(
             target=target, type_k=type_k or "f16", type_v=type_v or "f16", pipeline=passes, builder=options.builder_options()
@@ -78,13 +84,41 @@ def _artifact_graph(path: Path, stage: str, name: str) -> Graph:
     from ggufc.runtime import Artifact
 
     if stage != "final":
-        raise DriverError(f"{path} is an artifact, which holds its final graphs only; use --stage final, or dump the model it came from")
+        raise DriverError(
+            f"{path} is an artifact, which holds its final graphs only (and PTX); use --stage final, or dump the model it came from"
+        )
     with Artifact.open(path, features=AnyFeature()) as artifact:
         return parse_graph(artifact.graph_text(name))
 
 
+def _artifact_ptx(path: Path, stage: str) -> str | None:
+    """The PTX in an artifact, if ``stage`` is ``ptx`` (the first architecture it holds) or ``ptx:ARCH``."""
+    from ggufc.errors import DriverError
+    from ggufc.inspection import AnyFeature
+    from ggufc.runtime import Artifact
+
+    kind, _, arch = stage.partition(":")
+    if kind != _PTX:
+        return None
+    from ggufc.runtime.cuda.code import cuda_manifest, ptx_text
+
+    with Artifact.open(path, features=AnyFeature()) as artifact:
+        manifest = cuda_manifest(artifact)
+        if arch and arch not in manifest.targets:
+            raise DriverError(f"{path} holds PTX for {', '.join(manifest.targets)}, not for {arch}; use --stage ptx:{manifest.targets[0]}")
+        return ptx_text(artifact, manifest, manifest.targets.index(arch) if arch else 0)
+
+
 def _text_stage(path: Path, compile_options: CompileOptions, stage: str, name: str) -> str | None:
     from ggufc.codegen import compile as compiler
+
+    kind, _, arch = stage.partition(":")
+    if kind == _PTX:
+        from ggufc.formats.cuda import split_target
+
+        cpu = split_target(compile_options.target)[0]
+        target = f"{cpu},cuda:{arch}" if arch else compile_options.target
+        return compiler.ptx_text(path, msgspec.structs.replace(compile_options, target=target), name)
 
     texts = {"schedule": compiler.schedule_text, "llvm": compiler.llvm_text, "asm": compiler.asm_text}
     return texts[stage](path, compile_options, name) if stage in texts else None
@@ -99,7 +133,7 @@ def _stage_graph(path: Path, compile_options: CompileOptions, stage: str, name: 
         if found == stage:
             return graph
         seen.append(found)
-    known = ", ".join([*dict.fromkeys(seen), *_TEXT_STAGES])
+    known = ", ".join([*dict.fromkeys(seen), *_TEXT_STAGES, _PTX])
     raise DriverError(f"there is no stage {stage!r}; the stages are {known}")
 
 

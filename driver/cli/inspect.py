@@ -24,6 +24,7 @@ _ROWS_SHOWN = 12
 @click.option("-c", "--ctx-size", type=click.IntRange(1), default=None, help="Context to size caches for (default: min(trained, 4096)).")
 @click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch to size buffers for.")
 @click.option("-v", "--verbose", is_flag=True, help="Of an artifact: also run a few steps and show which graphs could be reused.")
+@click.option("--ptx", is_flag=True, help="Of an artifact with GPU code: registers, shared memory and occupancy of its kernels.")
 @click.option("--all", "everything", is_flag=True, help="Do not shorten lists.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
@@ -34,6 +35,7 @@ def command(
     ctx_size: int | None,
     ubatch_size: int,
     verbose: bool,
+    ptx: bool,
     everything: bool,
     as_json: bool,
 ) -> None:
@@ -41,7 +43,8 @@ def command(
 
     Of a model: architecture, tensors by type, hyperparameters. Of an artifact: sections, buffers and peak memory with their holders at the
     given -c and -ub, caches, reuse key, fixups, node budget and nodes, fusions, kernels and their sizes; with --verbose also how often a
-    bound graph ran again in a prompt, some decoding, a shift of positions and a restored state, and why it did not.
+    bound graph ran again in a prompt, some decoding, a shift of positions and a restored state, and why it did not; of GPU code the
+    architectures and kernels, with --ptx what each takes, from NVIDIA's assembler.
     """
     from ggufc import inspection
     from ggufc.cli import terminal
@@ -57,7 +60,9 @@ def command(
             data["metadata"] = {key: inspection.short_value(file.metadata[key]) for key in file.metadata}
     if is_artifact(path):
         extras = {key: data[key] for key in ("tensors", "metadata") if key in data}
-        data = _artifact(path, ctx_size, ubatch_size) | extras | ({"reuse": _reuse(path)} if verbose else {})
+        data = _artifact(path, ctx_size, ubatch_size, ptx) | extras | ({"reuse": _reuse(path)} if verbose else {})
+    elif ptx:
+        raise click.UsageError("--ptx is about artifacts with GPU code; compile the model with --target native,cuda:sm_90 first.")
     elif verbose:
         raise click.UsageError("--verbose runs an artifact; add --compiled to show that of a model.")
     if as_json:
@@ -65,17 +70,19 @@ def command(
         return
     rows = None if everything else _ROWS_SHOWN
     lines = _artifact_lines(data, rows) if data["kind"] == "artifact" else _model_lines(data)
-    for line in [*lines, *_extra_lines(data)]:
+    for line in [*lines, *_gpu_lines(data.get("gpu"), rows), *_extra_lines(data)]:
         click.echo(line)
 
 
-def _artifact(path: Path, ctx_size: int | None, ubatch_size: int) -> dict[str, Any]:
-    from ggufc import inspection
+def _artifact(path: Path, ctx_size: int | None, ubatch_size: int, ptx: bool) -> dict[str, Any]:
+    from ggufc import gpu_inspection, inspection
     from ggufc.runtime import Artifact
 
     with Artifact.open(path, features=inspection.AnyFeature()) as artifact:
         trained = artifact.manifest.n_ctx_train or 4096
-        return inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
+        data = inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
+        gpu = gpu_inspection.describe_gpu(artifact, ptx)
+        return data if gpu is None else data | {"gpu": gpu}
 
 
 def _reuse(path: Path) -> list[str]:
@@ -167,6 +174,23 @@ def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | 
     yield from _more(fixups, rows)
     fusions = ", ".join(f"{name} {count}" for name, count in sorted(program["fusions"].items()) if count)
     yield f"  fusions: {fusions or 'none'}"
+
+
+def _gpu_lines(gpu: dict[str, Any] | None, rows: int | None) -> Iterator[str]:
+    from ggufc.files import size_words
+
+    if gpu is None:
+        return
+    yield "GPU code"
+    yield from _table([(t["arch"], f"PTX {t['ptx_version']}", size_words(t["bytes"])) for t in gpu["targets"]])
+    kernels = gpu["kernels"]
+    yield f"GPU kernels   {len(kernels)}; assembler {gpu['assembler']}"
+    for kernel in kernels[:rows]:
+        yield f"  {kernel['symbol']}: {kernel['launches']} launches, {kernel['block']} threads, {kernel['when']}"
+        for arch, u in kernel.get("usage", {}).items():
+            taken = f"{u['registers']} registers, {u['shared']} bytes shared, {u['spilled']} spilled"
+            yield f"    {arch}: {taken}, occupancy {100 * u['occupancy']:.0f} %"
+    yield from _more(kernels, rows)
 
 
 def _holders(names: list[str]) -> str:

@@ -25,7 +25,7 @@ from .executor import CudaExecutor
 from .offload import OffloadExecutor
 from .weights import Progress
 
-__all__ = ["CudaExecutor", "Device", "OffloadExecutor", "device_names", "make_device", "on_device", "open_device"]
+__all__ = ["CudaExecutor", "Device", "OffloadExecutor", "make_device", "on_device", "open_device"]
 
 
 @contextmanager
@@ -54,13 +54,6 @@ def make_device(index: int = 0, binding: str = "auto") -> Device:
 
         return LibraryDevice(index)
     raise RuntimeRefusal(f"the CUDA binding {binding!r} is unknown; use auto, pycuda or library")
-
-
-def device_names() -> list[str]:
-    """Names of the GPUs of this machine; RuntimeRefusal if CUDA cannot be used."""
-    from .library_device import device_names
-
-    return device_names()
 
 
 def on_device(

@@ -9,6 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from .pool import Pool
 
 _REMEDY = "or run on the CPU"
 _OUT_OF_MEMORY, _NO_DEVICE, _UNSUPPORTED_PTX = 2, 100, 222
-_MAJOR, _MINOR = 75, 76  # device attributes: compute capability
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # device attributes
 _THREAD_LOCAL = 1  # capture mode: calls of other threads do not disturb a recording
 
 
@@ -60,6 +61,12 @@ class _Driver:
         if status:
             raise RuntimeRefusal(f"the GPU cannot {what}: {self.error(status)} ({name})")
 
+    def attribute(self, number: int, device: int) -> int:
+        """A fact about a device."""
+        value = c_int()
+        self("tell its properties", "cuDeviceGetAttribute", byref(value), number, device)
+        return value.value
+
     def start(self) -> int:
         """Initialise; the number of devices."""
         status = self.status("cuInit", 0)
@@ -71,10 +78,28 @@ class _Driver:
         return count.value
 
 
-def device_names(library: Any = None) -> list[str]:
-    """Names of the devices of this machine; RuntimeRefusal if CUDA cannot be used at all."""
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device of this machine: name, 90 for sm_90, bytes of memory, multiprocessors."""
+
+    name: str
+    capability: int
+    memory: int
+    multiprocessors: int
+
+
+def describe_devices(library: Any = None) -> tuple[str, list[DeviceFacts]]:
+    """Newest CUDA version the driver knows (``12.8``) and the devices of this machine; RuntimeRefusal if CUDA cannot be used at all."""
     driver = _Driver(library or load_library())
-    return [_name(driver, i) for i in range(driver.start())]
+    count, version = driver.start(), c_int()
+    driver("tell its version", "cuDriverGetVersion", byref(version))
+    facts = []
+    for i in range(count):
+        memory = c_size_t()
+        driver("tell its memory", "cuDeviceTotalMem_v2", byref(memory), i)
+        capability = 10 * driver.attribute(_MAJOR, i) + driver.attribute(_MINOR, i)
+        facts.append(DeviceFacts(_name(driver, i), capability, memory.value, driver.attribute(_MULTIPROCESSORS, i)))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}", facts
 
 
 def _name(driver: _Driver, device: int) -> str:
@@ -98,10 +123,8 @@ class LibraryDevice:
         self._pool = Pool(self._allocate, lambda address: cuda("free memory", "cuMemFree_v2", c_uint64(address)))
         self.graphs = cuda.has("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch")
         self._events: list[c_void_p] = []
-        major, minor, context, self._stream = c_int(), c_int(), c_void_p(), c_void_p()
-        cuda("tell its capability", "cuDeviceGetAttribute", byref(major), _MAJOR, index)
-        cuda("tell its capability", "cuDeviceGetAttribute", byref(minor), _MINOR, index)
-        self.name, self.capability = _name(cuda, index), 10 * major.value + minor.value
+        context, self._stream = c_void_p(), c_void_p()
+        self.name, self.capability = _name(cuda, index), 10 * cuda.attribute(_MAJOR, index) + cuda.attribute(_MINOR, index)
         cuda("open a context", "cuDevicePrimaryCtxRetain", byref(context), index)
         cuda("open a context", "cuCtxSetCurrent", context)
         cuda("make a stream", "cuStreamCreate", byref(self._stream), 0)

@@ -13,7 +13,7 @@ from ggufc.codegen.kernels.rowwise import RmsNorm
 from ggufc.formats.abi import PARAMS
 from ggufc.runtime.cuda import library_device, open_device
 from ggufc.runtime.cuda.device import PtxTooNew
-from ggufc.runtime.cuda.library_device import LibraryDevice, device_names
+from ggufc.runtime.cuda.library_device import DeviceFacts, LibraryDevice, describe_devices
 from ggufc.runtime.errors import RuntimeRefusal
 from gpu_harness import ptx_of
 from simt_device import SimtDevice
@@ -59,7 +59,13 @@ class FakeLibrary:
         text.value = b"Fake GPU"
 
     def cuDeviceGetAttribute(self, out, attribute, device):
-        out._obj.value = {75: 8, 76: 6}[attribute]
+        out._obj.value = {16: 84, 75: 8, 76: 6}[attribute]
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 12080
+
+    def cuDeviceTotalMem_v2(self, size, device):
+        size._obj.value = 24 << 30
 
     def cuDevicePrimaryCtxRetain(self, context, device): ...
 
@@ -268,7 +274,7 @@ def test_refusals_of_an_open_device():
     library.fails["cuModuleLoadData"] = 218
     with pytest.raises(RuntimeRefusal, match=r"refuses the artifact's GPU code: unknown error; compile the model again"):
         device.load("")
-    assert device_names(FakeLibrary(devices=2)) == ["Fake GPU", "Fake GPU"]
+    assert describe_devices(FakeLibrary(devices=2)) == ("12.8", 2 * [DeviceFacts("Fake GPU", 86, 24 << 30, 84)])
 
 
 def test_machines_without_the_library(monkeypatch):

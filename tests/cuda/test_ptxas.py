@@ -6,7 +6,6 @@ from functools import lru_cache
 
 import pytest
 
-import assembler
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.cache import StoreRows
@@ -26,8 +25,9 @@ from ggufc.codegen.kernels.softmax import SoftMax, SumRows
 from ggufc.codegen.kernels.strided import contiguous
 from ggufc.codegen.kernels.strided_matmul import StridedMatMul
 from ggufc.codegen.kernels.sums import SumRowsExt
-from ggufc.codegen.nvptx import PTX_VERSIONS, describe, emit_all, emit_ptx, resolve, split
+from ggufc.codegen.nvptx import PTX_VERSIONS, assembler, describe, emit_all, emit_ptx, resolve, split
 from ggufc.codegen.nvptx.forms import FORMS
+from ggufc.codegen.nvptx.occupancy import occupancy
 from ggufc.codegen.weights import known_formats
 from ggufc.ir.dims import Dim
 from products import kernel_name
@@ -92,12 +92,12 @@ def texts(specs: tuple) -> dict[str, str]:
     return emit_all(specs, [resolve(sm) for sm in PTX_VERSIONS])
 
 
-def check(specs, sm, folder):
+def check(specs, sm):
     if sm not in assembler.architectures():
         pytest.skip(f"this ptxas does not know {sm}")
     text = texts(tuple(specs))[sm]
     assert f".target {sm}" in text and ".local" not in text
-    used = assembler.assemble(text, sm, folder)
+    used = assembler.assemble(text, sm)
     entries = {entry.symbol: entry for spec in specs for entry in describe(spec).entries}
     assert set(used) == set(entries)
     for name, u in used.items():
@@ -108,16 +108,16 @@ def check(specs, sm, folder):
 
 @needs_ptxas
 @pytest.mark.parametrize("sm", PTX_VERSIONS)
-def test_every_form_assembles(sm, tmp_path):
-    check(CATALOGUE, sm, tmp_path)
+def test_every_form_assembles(sm):
+    check(CATALOGUE, sm)
 
 
 @needs_ptxas
 @pytest.mark.full
 @pytest.mark.parametrize("sm", ["sm_80", "sm_90"])
-def test_every_weight_type_assembles(sm, tmp_path):
+def test_every_weight_type_assembles(sm):
     types = [t for t in known_formats() if kernel_name(t) == t]
-    check([MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types] + [GetRows(t, 4096) for t in types], sm, tmp_path)
+    check([MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types] + [GetRows(t, 4096) for t in types], sm)
 
 
 def test_the_catalogue_has_every_form():
@@ -143,3 +143,18 @@ def test_unknown_targets_and_kernels_are_refused():
 
     with pytest.raises((CodegenError, TypeError)):
         emit_ptx([Strange()], "sm_80")  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "sm, block, registers, shared, share",
+    [
+        ("sm_90", 256, 32, 0, 1.0),  # 2048 threads of 32 registers
+        ("sm_90", 256, 128, 0, 0.25),  # 65536 / 128 = 512 threads
+        ("sm_90", 32, 16, 0, 0.5),  # 32 blocks of one warp
+        ("sm_80", 256, 32, 40 << 10, 0.5),  # 164 KiB hold four blocks of 41 KiB
+        ("sm_89", 128, 40, 0, 1.0),  # 1536 threads
+        ("sm_90", 1024, 255, 0, 0.0),  # more registers than there are
+    ],
+)
+def test_occupancy(sm, block, registers, shared, share):
+    assert occupancy(sm, block, registers, shared) == share

@@ -113,3 +113,66 @@ def test_cpu_commands_import_nothing_of_cuda(text_model: Path, shared_cache: Pat
     environment = {"GGUFC_CACHE": str(shared_cache), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+# -- looking inside --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fat(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fat") / "tiny.ggufc"
+    ggufc.compile(text_model, path, target="native,cuda:sm_80,cuda:sm_90", jobs=1)
+    return path
+
+
+def test_ptx_of_models_and_artifacts(invoke, text_model: Path, artifact: Path, fat: Path):
+    text = invoke("dump", text_model, "--stage", "ptx:sm_90").stdout
+    assert ".target sm_90" in text and ".visible .entry" in text
+    assert ".target sm_80" in invoke("dump", text_model, "--stage", "ptx").stdout
+    assert ".target sm_86" in invoke("dump", text_model, "--stage", "ptx", "--target", "native,cuda:sm_86").stdout
+    assert ".target sm_80" in invoke("dump", fat, "--stage", "ptx").stdout
+    assert ".target sm_90" in invoke("dump", fat, "--stage", "ptx:sm_90").stdout
+    with pytest.raises(DriverError, match=r"holds PTX for sm_80, sm_90, not for sm_100; use --stage ptx:sm_80"):
+        invoke("dump", fat, "--stage", "ptx:sm_100")
+    with pytest.raises(RuntimeRefusal, match="holds no GPU code"):
+        invoke("dump", artifact, "--stage", "ptx")
+    with pytest.raises(ggufc.GgufcError, match=r"unknown GPU architecture; use one of cuda:sm_80"):
+        invoke("dump", text_model, "--stage", "ptx:sm_7")
+
+
+def test_inspect_shows_gpu_kernels(invoke, artifact: Path, fat: Path, monkeypatch: pytest.MonkeyPatch):
+    """What ptxas says where it is found, and that nothing is known where it is not."""
+    from ggufc.codegen.nvptx import assembler
+
+    assert "GPU" not in invoke("inspect", artifact).stdout
+    gpu = json.loads(invoke("inspect", fat, "--json").stdout)["gpu"]
+    assert [t["arch"] for t in gpu["targets"]] == ["sm_80", "sm_90"] and all("usage" not in k for k in gpu["kernels"])
+    sections = {s["section"]: s["bytes"] for s in json.loads(invoke("inspect", fat, "--json").stdout)["sections"]}
+    assert sections["GPU code (PTX)"] == sum(t["bytes"] for t in gpu["targets"])
+    monkeypatch.setattr(assembler, "find", lambda: None)
+    assert "assembler not found: registers and shared memory are unknown" in invoke("inspect", fat, "--ptx").stdout
+    monkeypatch.setattr(assembler, "find", lambda: "ptxas")
+    monkeypatch.setattr(assembler, "version", lambda: "V1.2.3")
+    monkeypatch.setattr(assembler, "architectures", lambda: frozenset({"sm_90"}))
+    usage = assembler.Usage(64, 2048, 0)
+    monkeypatch.setattr(assembler, "assemble", lambda text, sm: {k["symbol"]: usage for k in gpu["kernels"]})
+    shown = invoke("inspect", fat, "--ptx", "--all").stdout
+    assert "assembler ptxas V1.2.3, which does not know sm_80" in shown
+    assert "sm_90: 64 registers, 2048 bytes shared, 0 spilled, occupancy 50 %" in shown
+
+
+def test_doctor_describes_cuda(invoke, monkeypatch: pytest.MonkeyPatch):
+    from ggufc.runtime.cuda import library_device
+    from ggufc.runtime.cuda.library_device import DeviceFacts
+
+    def missing(library: object = None) -> object:
+        raise RuntimeRefusal("CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, or run on the CPU")
+
+    monkeypatch.setattr(library_device, "describe_devices", missing)
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert report["cuda"].startswith("not available (CUDA cannot be used") and not report["problems"]
+    facts = [DeviceFacts("Big GPU", 90, 80 << 30, 132), DeviceFacts("Old GPU", 70, 16 << 30, 80)]
+    monkeypatch.setattr(library_device, "describe_devices", lambda: ("12.8", facts))
+    found = json.loads(invoke("doctor", "--json").stdout)["cuda"]
+    assert "driver for CUDA 12.8; cuda:0 Big GPU, sm_90, 132 multiprocessors, 80.0 GiB (--target native,cuda:sm_90)" in found
+    assert "cuda:1 Old GPU, sm_70, 80 multiprocessors, 16.0 GiB (too old for ggufc)" in found
