@@ -16,6 +16,7 @@ from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.lower_hyper import HYPER_MATCHERS
 from ggufc.codegen.lower_operands import item_bytes, refuse_holes, rope_table
+from ggufc.codegen.lower_routing import ROUTING_MATCHERS
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
@@ -71,7 +72,7 @@ class Lowering:
         for node in self.graph.nodes:
             if node in self.claimed:
                 continue
-            for matcher in (*MATCHERS, *HYPER_MATCHERS):
+            for matcher in (*MATCHERS, *HYPER_MATCHERS, *ROUTING_MATCHERS):
                 fusion = matcher(self, node)
                 if fusion is not None:
                     self.anchors[fusion.anchor] = fusion

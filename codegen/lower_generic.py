@@ -11,6 +11,7 @@ from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, refuse_holes, rope_table, strided
+from ggufc.codegen.lower_routing import ROUTING_OPERANDS, ROUTING_RULES
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.lower_stacked import stacked_product
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 def lower_generic(low: Lowering, node: Node) -> None:
     """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
-    rule = (RULES | SPARSE_RULES | HYPER_RULES).get(node.op.name)
+    rule = (RULES | SPARSE_RULES | HYPER_RULES | ROUTING_RULES).get(node.op.name)
     if rule is None:
         raise CodegenError(
             f"node {node.name!r}: there is no kernel for the operator {node.op.name}; the model cannot be compiled with this pipeline, but "
             "its graph can be dumped and evaluated by the reference interpreter (ggufc.ir.interpret)"
         )
-    most = (OPERANDS | SPARSE_OPERANDS | HYPER_OPERANDS).get(node.op.name, 1)
+    most = (OPERANDS | SPARSE_OPERANDS | HYPER_OPERANDS | ROUTING_OPERANDS).get(node.op.name, 1)
     if len(node.operands) > most:
         raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")
     rule(low, node)
@@ -120,14 +121,18 @@ def _get_rows(low: Lowering, node: Node) -> None:
     launch(low, spec, (at, ids, low.result(node)), (2,), node)
 
 
+_CHOSEN_FROM = {"mul_mat_id": 2, "get_rows": 1, "expert_weights": 0}
+"""Operators whose last operand holds indices -> the dimension of the first operand that these count."""
+
+
 def _index_limit(low: Lowering, node: Node, table: Node) -> int:
     """What the integers ``node`` holds must stay below: the number of things that those who use it choose from."""
     limits = []
     for user in low.users[node]:
         if user.is_view:
             limits.append(_index_limit(low, user, table))
-        elif user.op.name in ("mul_mat_id", "get_rows") and user.operands[-1] is node:
-            limits.append(fixed(user.operands[0].ne[2 if user.op.name == "mul_mat_id" else 1]))
+        elif user.op.name in _CHOSEN_FROM and user.operands[-1] is node:
+            limits.append(fixed(user.operands[0].ne[_CHOSEN_FROM[user.op.name]]))
         else:
             limits.append(0)
     if not limits or min(limits) < 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ggufc.codegen.kernels import hyper
 from ggufc.codegen.lower_fusions import Fusion
-from ggufc.codegen.lower_operands import Emit, contiguous_copy, strided
+from ggufc.codegen.lower_operands import Emit, whole
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.ir.dims import product
 from ggufc.ir.graph import Node
@@ -42,8 +42,8 @@ def _emit_gates(low: Lowering, gates: Node, mixed: Node | None) -> None:
     at, ldm, count = low.rows(m)
     n = fixed(mixed.ne[0]) if mixed is not None else 0
     spec = hyper.HcIn(n, int(a["streams"]), int(a["iterations"]), float(a["eps"]))
-    x = _whole(low, mixed.operands[0]) if mixed is not None else NULL
-    args = (at, integer(ldm), _whole(low, scale), _whole(low, base), x, low.result(gates), low.result(mixed) if mixed is not None else NULL)
+    x = whole(low, mixed.operands[0]) if mixed is not None else NULL
+    args = (at, integer(ldm), whole(low, scale), whole(low, base), x, low.result(gates), low.result(mixed) if mixed is not None else NULL)
     sym, mult = rows_grid([count])
     moved = form(count, 4 * (n * (spec.streams + 1) + 2 * fixed(gates.ne[0])))
     low.emit(Step(spec, args, (5, 6) if n else (5,), (mixed or gates).name, sym, 1, mult, bytes=moved))
@@ -73,8 +73,8 @@ def _emit_post(low: Lowering, node: Node, norm: Node | None) -> None:
     at, ldy, _ = low.rows(norm.operands[0] if norm is not None else y)
     spec = hyper.HcPost(fixed(n), fixed(streams), norm is not None, float(norm.attrs["eps"]) if norm is not None else 0.0)
     w = Ref("weight", low.weights.request(norm.operands[1], "plain").name) if norm is not None else NULL
-    source = _whole(low, x)
-    args = (source, at, integer(ldy), _whole(low, gates), w, low.result(node))
+    source = whole(low, x)
+    args = (source, at, integer(ldy), whole(low, gates), w, low.result(node))
     sym, mult = rows_grid([tokens])
     moved = form(tokens, 4 * spec.n * (2 * spec.streams + 1))
     where = layout(x)
@@ -87,21 +87,15 @@ def _mix(low: Lowering, node: Node) -> None:
     at, ldg, _ = low.rows(gates)
     n, streams = fixed(node.ne[0]), fixed(x.ne[1])
     sym, mult = rows_grid([node.ne[1]])
-    args = (_whole(low, x), at, integer(ldg), low.result(node))
+    args = (whole(low, x), at, integer(ldg), low.result(node))
     low.emit(Step(hyper.HcMix(n, streams), args, (3,), node.name, sym, 1, mult, bytes=form(node.ne[1], 4 * n * (streams + 1))))
 
 
 def _sinkhorn(low: Lowering, node: Node) -> None:
     spec = hyper.Sinkhorn(fixed(node.ne[0]), int(node.attrs["iterations"]), float(node.attrs["eps"]))
     sym, mult = rows_grid(node.ne[2:])
-    args = (_whole(low, node.operands[0]), low.result(node))
+    args = (whole(low, node.operands[0]), low.result(node))
     low.emit(Step(spec, args, (1,), node.name, sym, 1, mult, bytes=form(node.type.numel, 8)))
-
-
-def _whole(low: Lowering, node: Node) -> Ref:
-    """Address of contiguous f32 values, copied first where they are not."""
-    at, s = strided(low, node)
-    return at if layout(node).contiguous and s.dtype == "f32" and s.offset == 0 else contiguous_copy(low, node)
 
 
 HYPER_MATCHERS: tuple[Callable[[Lowering, Node], Fusion | None], ...] = (match_read, match_write)

@@ -74,6 +74,12 @@ def contiguous_copy(low: Lowering, node: Node) -> Ref:
     return whole
 
 
+def whole(low: Lowering, node: Node, dtype: str = "f32") -> Ref:
+    """Address of the node's values side by side, copied first where they are not, or are of another type."""
+    at, s = strided(low, node)
+    return at if layout(node).contiguous and s.dtype == dtype and s.offset == 0 else contiguous_copy(low, node)
+
+
 LISTS_WITH_HOLES = ("top_k", "indexer_topk", "mask_to_index")
 """Operators whose lists end in -1 where there is less to choose from than asked for."""
 

@@ -13,6 +13,7 @@ from ggufc.passes.fuse_hyper_connections import FuseHyperConnections
 from ggufc.passes.fuse_indexer_topk import FuseIndexerTopk
 from ggufc.passes.fuse_norm import FuseNorm
 from ggufc.passes.fuse_rope import FuseRope
+from ggufc.passes.fuse_routing import FuseRouting
 from ggufc.passes.fuse_sparse_attention import FuseSparseAttention
 from ggufc.passes.fuse_sum_rows_ext import FuseSumRowsExt
 from ggufc.passes.hoist import Hoist
@@ -32,6 +33,7 @@ REGISTRY: dict[str, type[Pass]] = {
         FuseGlu,
         FuseSumRowsExt,
         FuseHyperConnections,
+        FuseRouting,
         FuseIndexerTopk,
         FuseSparseAttention,
         FuseAttention,
@@ -48,8 +50,8 @@ REGISTRY: dict[str, type[Pass]] = {
 """Every pass by the name it has in pipelines."""
 
 FUSIONS = (
-    "canonicalize,cse,fuse-norm,fuse-glu,fuse-sum-rows-ext,fuse-hyper-connections,fuse-indexer-topk,fuse-sparse-attention,fuse-attention,"
-    "fuse-rope,merge-qkv,merge-gate-up,hoist,cse,dce"
+    "canonicalize,cse,fuse-norm,fuse-glu,fuse-sum-rows-ext,fuse-hyper-connections,fuse-routing,fuse-indexer-topk,fuse-sparse-attention,"
+    "fuse-attention,fuse-rope,merge-qkv,merge-gate-up,hoist,cse,dce"
 )
 """The rewrites of the default pipeline."""
 

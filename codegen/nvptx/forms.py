@@ -20,6 +20,7 @@ from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskTo
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from ggufc.codegen.kernels.routing import Route
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
 from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
@@ -88,6 +89,7 @@ FORMS: dict[type, Callable[[Any], Form]] = {
     SoftMax: _shared(lambda s: s.out.ne[0]),
     SumRows: _shared(lambda s: s.a.ne[0]),
     SumRowsExt: _shared(lambda s: s.out.ne[0]),
+    Route: _shared(lambda s: min(s.n, 4 * WARP)),
     Fill: _shared(lambda s: s.out.ne[0]),
     StridedMatMul: _shared(lambda s: s.a.ne[0]),
     SsmConv: _shared(lambda s: s.out.ne[0]),

@@ -16,6 +16,7 @@ from ggufc.codegen.kernels.hadamard import Hadamard
 from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskToIndex
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from ggufc.codegen.kernels.routing import Route
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
 from ggufc.codegen.kernels.select import GetRowsPlain, KqMask
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
@@ -26,6 +27,7 @@ from ggufc.codegen.weights import q8_record
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
 from ggufc.ir.dims import Dim
+from ggufc.ir.ops.routing import gated
 from gpu_harness import run
 from harness import run as run_on_cpu
 from harness import runnable_targets
@@ -88,6 +90,18 @@ def test_gather_of_many_rows(rows, width):
     spec = GetRowsPlain(contiguous("f32", (width, 7)), contiguous("i32", (T,)), contiguous("f32", (width, T)))
     got = run(spec, [a, idx, np.zeros((rows, width), np.float32)], [2], tiles(spec.grid(), {"T": rows}), T=rows, races=rows < 1000)[2]
     assert got.tobytes() == a[idx].tobytes()
+
+
+@pytest.mark.parametrize("n, gate", [(6, "softmax"), (70, "sigmoid"), (256, "sqrt_softplus")])
+def test_experts_of_a_token(n, gate):
+    spec = Route(n, 4, T, gate, True, normalise="sum", scale=2.5)
+    scores, bias = normal(9, n), normal(n)
+    args = [scores, n, bias, np.zeros((9, n), np.float32), np.zeros((9, 4), np.int32), np.zeros((9, 4), np.float32)]
+    got = run(spec, args, [3, 4, 5], tiles(spec.grid(), {"T": 9}), T=9)
+    p = gated(scores.astype(np.float64), gate)
+    ids = np.argsort(-(p + bias), axis=1)[:, :4]
+    w = np.take_along_axis(p, ids, axis=1)
+    assert (got[4] == ids).all() and np.allclose(got[5], 2.5 * w / w.sum(1, keepdims=True), rtol=1e-4)
 
 
 # -- rotation and the cache ------------------------------------------------------------------------------------------

@@ -294,6 +294,18 @@ def _blend(draw: Draw, g: Graph, op: str) -> Node:
     return g.add(op, a, leaf(draw, g, ne=(2, a.type.ne[1]), dtype="i32"), value=draw(NUMBER))
 
 
+def _expert_choice(draw: Draw, g: Graph, op: str) -> Node:
+    scores = leaf(draw, g, ne=(draw(st.integers(2, 5)), draw(SIZE)))
+    bias = [leaf(draw, g, ne=scores.type.ne[:1])] if draw(st.booleans()) else []
+    return g.add(op, scores, *bias, k=2, gate=draw(st.sampled_from(["none", "softmax", "sigmoid", "sqrt_softplus"])))
+
+
+def _expert_weights(draw: Draw, g: Graph, op: str) -> Node:
+    scores = leaf(draw, g, ne=(draw(st.integers(2, 5)), draw(SIZE)))
+    ids = leaf(draw, g, ne=(2, scores.type.ne[1]), dtype="i32")
+    return g.add(op, scores, ids, gate="sigmoid", normalise=draw(st.sampled_from(["none", "sum", "softmax"])), scale=draw(NUMBER))
+
+
 def _sinkhorn(draw: Draw, g: Graph, op: str) -> Node:
     s = draw(SIZE)
     return g.add(op, leaf(draw, g, ne=(s, s, draw(SIZE))), iterations=draw(st.integers(1, 3)), eps=draw(st.sampled_from([0.0, 1e-3])))
@@ -367,6 +379,7 @@ CASES: dict[str, Callable[[Draw, Graph, str], Node]] = {
     "set_rows": _set_rows, "cpy": _cpy, "get_rows": _get_rows, "argsort": _argsort, "top_k": _top_k, "blend": _blend,
     "ssm_conv": _ssm_conv, "sinkhorn": _sinkhorn, "hc_pre": _hc_pre, "hc_mix": _hc_mix, "hc_post": _hc_post,
     "indexer_topk": _indexer_topk, "mask_to_index": _mask_to_index, "list_spans": _list_spans, "sparse_attn": _sparse_attn,
+    "expert_choice": _expert_choice, "expert_weights": _expert_weights,
 }  # fmt: skip
 """One random case per operator."""
 

@@ -233,6 +233,29 @@ def test_attention_over_listed_rows_equals_masked_attention(dtype):  # S56: rows
     assert (run(g, nothing, values)[3] == 0).all()
 
 
+@pytest.mark.parametrize("gate", ["none", "softmax", "sigmoid", "sqrt_softplus"])
+def test_experts_and_their_weights(gate):
+    scores, bias = normal(5, 7), normal(7)
+    x = scores.astype(np.float64)
+    p = {
+        "none": x,
+        "softmax": np.exp(x) / np.exp(x).sum(1, keepdims=True),
+        "sigmoid": 1 / (1 + np.exp(-x)),
+        "sqrt_softplus": np.sqrt(np.log1p(np.exp(x))),
+    }[gate]
+    ids = apply("expert_choice", scores, bias, k=3, gate=gate)
+    assert np.array_equal(ids, np.argsort(-(p + bias), axis=1)[:, :3])
+    assert np.array_equal(apply("expert_choice", scores, k=7, gate=gate), np.argsort(-p, axis=1))
+    w = np.take_along_axis(p, ids.astype(int), axis=1)
+    close(apply("expert_weights", scores, ids, gate=gate, scale=2.5), 2.5 * w, 1e-5)
+    close(apply("expert_weights", scores, ids, gate=gate, normalise="sum"), w / w.sum(1, keepdims=True), 1e-4)
+    close(apply("expert_weights", scores, ids, gate=gate, normalise="softmax"), np.exp(w) / np.exp(w).sum(1, keepdims=True), 1e-5)
+
+
+def test_equal_experts_are_chosen_in_order():
+    assert apply("expert_choice", np.zeros((2, 5)), k=3, gate="softmax").tolist() == [[0, 1, 2]] * 2
+
+
 def test_index_lists_are_ascending_and_padded():
     hidden = np.float32([[0, -np.inf, -1e30, 0, -np.inf], [-1e30] * 5, [0] * 5])
     assert apply("mask_to_index", hidden, k=5).tolist() == [[0, 3, -1, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]]
@@ -243,6 +266,9 @@ def test_index_lists_are_ascending_and_padded():
 
 
 REFUSED = {
+    "expert_choice": ([(4, 2)], {"k": 5}, "between 1 and the experts"),
+    "expert_choice bias": ([(4, 2), (3,)], {"k": 2}, "one number for each expert"),
+    "expert_weights": ([(4, 2), (2, 3, "i")], {}, "one list for each token"),
     "sinkhorn": ([(3, 2, 1)], {"iterations": 1}, "square"),
     "sinkhorn none": ([(2, 2, 1)], {"iterations": 0}, "at least 1"),
     "hc_pre": ([(24, 2), (3,), (23,)], {"streams": 4, "iterations": 1}, "base"),
