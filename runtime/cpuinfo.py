@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 
+from ggufc.formats.cpustate import TILE_FEATURES, arm_features, tiles_granted
+
 _CPUINFO = Path("/proc/cpuinfo")
 _CPU_TREE = Path("/sys/devices/system/cpu")
 _CGROUP_TREE = Path("/sys/fs/cgroup")
@@ -77,7 +79,16 @@ def features_from_flags(flags: str, machine: str) -> frozenset[str]:
 
 
 def host_features() -> frozenset[str]:
-    """Features of this machine; empty where the kernel does not tell (then only baseline artifacts load)."""
+    """Features this process may use; empty where the kernel does not tell (then only baseline artifacts load).
+
+    Tiles (AMX) count only where the kernel grants them.
+    """
+    found = flag_features() | arm_features()
+    return found if tiles_granted() else found - TILE_FEATURES
+
+
+def flag_features() -> frozenset[str]:
+    """Features in the flags of ``/proc/cpuinfo``."""
     machine = platform.machine()
     try:
         text = _CPUINFO.read_text(errors="replace")

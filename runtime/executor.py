@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from ggufc.formats import abi
+from ggufc.formats.cpustate import TILE_FEATURES, request_tiles
 
 from .artifact import Artifact
 from .binding import NUMPY, Binding, Limits, pad
@@ -85,6 +86,11 @@ class Executor(Binding):
         if not 1 <= n_threads <= MAX_THREADS:
             raise RuntimeRefusal(f"n_threads is {n_threads}; give a number from 1 to {MAX_THREADS}")
         manifest = self.artifact.manifest
+        if not TILE_FEATURES.isdisjoint(manifest.features) and not request_tiles():
+            raise RuntimeRefusal(
+                f"the system does not let this process use tile registers, which the code (level {manifest.level}) needs; compile the "
+                "model with --target avx512vbmi"
+            )
         scratch = max((kernel.scratch for kernel in manifest.kernels), default=0)
         worker, evaluate = (self.image.address(manifest.drivers[name]) for name in ("ggufc_worker", "ggufc_eval"))
         return Team(worker, evaluate, n_threads, scratch, keep=self.image)

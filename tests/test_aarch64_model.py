@@ -16,7 +16,6 @@ from ggufc.codegen.cpu.target import resolve
 from ggufc.formats import abi
 from ggufc.formats.errors import ArtifactError
 from ggufc.runtime import artifact as artifacts
-from ggufc.runtime import executor as executors
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.logits import run_case, session_options
@@ -46,12 +45,12 @@ class Emulator:
         self.target = resolve(level)
         self.calls = 0
 
-    def run(self, executor: Executor) -> None:
-        """As ``executor.team.eval``; one thread."""
+    def run(self, executor: Executor, segment: int) -> None:
+        """As ``Executor.run``; one thread."""
         team, weights = executor.team, [place for (kind, _), place in executor._places.items() if kind == "weight"]
         words = [executor._args, executor._table, executor.params, executor._exec, executor._tiles]
         written = [executor._arena, executor.caches.memory, executor._counters, executor._claims, team._pool_memory, team._scratch]
-        written += [*executor._keep, *executor._outputs.values()]
+        written += executor._keep
         places = [(w.ctypes.data, w.nbytes) for w in words] + [(r.base, r.size + 64) for r in written]
         places += [(executor.image.base, executor.image.size), *weights]
         guest, at = {}, _FIRST
@@ -77,7 +76,8 @@ class Emulator:
             code = base == executor.image.base
             memory.append(aarch64.Memory(guest[base] // _PAGE * _PAGE, padded, executable=code, wanted=wanted))
         evaluate = guest[executor.image.base] + executor.artifact.manifest.drivers["ggufc_eval"]
-        call = aarch64.Call(evaluate, (guest[team._pool_memory.base], guest[executor._exec.ctypes.data]))
+        record = guest[executor._exec.ctypes.data] + executor._execs[segment] - executor._exec.ctypes.data
+        call = aarch64.Call(evaluate, (guest[team._pool_memory.base], record))
         for (base, size), data in zip(results, aarch64.execute(self.target, memory, [call])):
             ctypes.memmove(base, data[base % _PAGE :], size)
         team.pool[abi.POOL_EPOCH] += 1
@@ -92,15 +92,7 @@ def emulator(monkeypatch, request):
     emulator = Emulator(request.param)
     monkeypatch.setattr(artifacts, "host_features", lambda: frozenset(emulator.target.features))
     monkeypatch.setattr(artifacts.os, "uname", lambda: SimpleNamespace(machine="aarch64"))
-    bound = {}
-    bind = Executor._bind
-
-    def remember(self):
-        bind(self)
-        bound[self._exec_address] = self
-
-    monkeypatch.setattr(Executor, "_bind", remember)
-    monkeypatch.setattr(executors.Team, "eval", lambda team, address: emulator.run(bound[address]))
+    monkeypatch.setattr(Executor, "run", lambda executor, segment: emulator.run(executor, segment))
     return emulator
 
 

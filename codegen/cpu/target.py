@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ggufc.codegen.errors import CodegenError
+from ggufc.formats.cpustate import TILE_FEATURES, arm_features, tiles_granted
 
 _V2 = ("cx16", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2")
 _V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
@@ -19,6 +20,7 @@ X86_LEVELS: dict[str, tuple[str, ...]] = {
     "avxvnni": (*_V3, "avxvnni"),
     "avx512vnni": (*_AVX512, "avx512vnni"),
     "avx512vbmi": (*_AVX512, "avx512vnni", "avx512vbmi"),
+    "amx": (*_AVX512, "avx512vnni", "avx512vbmi", "amx-tile", "amx-int8"),
 }
 _NEON = ("neon",)
 _DOTPROD = (*_NEON, "lse", "dotprod")
@@ -89,16 +91,22 @@ class Target:
         """Whether quads of *signed* bytes are multiplied faster than quads of unsigned by signed ones (NEON without ``usdot``)."""
         return self.is_arm and "i8mm" not in self.features
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether AMX multiplies tiles of bytes."""
+        return "amx-int8" in self.features
+
     def feature_string(self) -> str:
         """LLVM feature string; wide vectors must be asked for, LLVM prefers 256 bits otherwise."""
         return ",".join("+" + f for f in self.features)
 
 
 def host_features() -> frozenset[str]:
-    """Features of the machine that compiles, as LLVM sees them."""
+    """Features of the machine that compiles: as LLVM sees them, without tiles that the system does not grant."""
     import llvmlite.binding as llvm
 
-    return frozenset(name for name, on in llvm.get_host_cpu_features().items() if on)
+    found = frozenset(name for name, on in llvm.get_host_cpu_features().items() if on) | arm_features()
+    return found if tiles_granted() else found - TILE_FEATURES
 
 
 def strongest_level(features: frozenset[str]) -> str:
@@ -114,6 +122,7 @@ _IMPLIED = {
     "avx512f": _AVX512,
     "avx512vnni": _AVX512,
     "avx512vbmi": (*_AVX512, "avx512vnni"),
+    "amx-int8": (*_AVX512, "avx512vnni", "avx512vbmi", "amx-tile"),
     "lse": _NEON,
     "dotprod": _DOTPROD,
     "i8mm": _DOTPROD,

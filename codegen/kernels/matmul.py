@@ -114,10 +114,10 @@ class _MatMulEmitter:
         first = b.mul(e.tile, e.i64(per))
         last = e.imin(b.add(first, e.i64(per)), e.i64(_units(spec)))
         size = weight_format(spec.format).group_bytes(spec.k)
-        run = max(_MIN_RUN, _RUN_BYTES // self.product.row_bytes() // 8 * 8)
+        run = max(_MIN_RUN, _RUN_BYTES // self.product.row_bytes() // 16 * 16)
         with e.for_range(0, self.tokens, run, name="run") as start, e.for_range(first, last, name="unit") as unit:
             group = e.at(self.w, unit, size * spec.unit)
-            tokens = Tokens(start, e.imin(b.add(start, e.i64(run)), self.tokens), self._rows)
+            tokens = Tokens(start, e.imin(b.add(start, e.i64(run)), self.tokens), self._rows, adjacent=True)
             self.product.run(
                 e,
                 [e.gep(group, size * i) for i in range(spec.unit)],

@@ -140,11 +140,14 @@ class Int8Product:
             self._block_of_token(e, u, x, i, a, offset)
 
     def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
+        self._scaled(e, u, x, i, [self._sum(e, u, x, i, g, offset) for g in range(32 // self.format.group)], acc)
+
+    def _scaled(self, e: Emitter, u: Unpacked, x: Value, i: Value, sums: Sequence[Value], acc: Var) -> None:
+        """Add the block whose integer sums are ``sums``, one per group of columns, to ``acc``."""
         b, lanes = e.b, e.target.lanes
         floats, at = vec(F32, lanes), q8_record(self.k)
         d = e.splat(e.load(F32, e.at(e.gep(x, at.off_d), i, 4)), lanes)
-        n = 32 // self.format.group
-        sums = [self._sum(e, u, x, i, g, offset) for g in range(n)]
+        n = len(sums)
         if u.parts is not None:
             total = _dot(e, sums, u.parts.scales)
             acc.set(e.fma(b.sitofp(total, floats), b.fmul(u.parts.d, d), acc.get()))
@@ -166,21 +169,26 @@ class Int8Product:
 
     def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int) -> Value:
         """Integer sum of group ``g`` of the block, offset removed."""
-        b, lanes = e.b, e.target.lanes
-        ints, at, n = vec(I32, lanes), q8_record(self.k), 32 // self.format.group
+        lanes, n = e.target.lanes, 32 // self.format.group
         qs, per = e.at(x, i, 32), 8 // n
-        if offset:
-            where = e.at(e.gep(x, at.off_c32), i, 4) if n == 1 else e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)
-            total = e.splat(e.load(I32, where), lanes)
-            shift = 7 - (offset.bit_length() - 1)
-            if shift:
-                total = b.ashr(total, e.const(ints, shift))
-        else:
-            total = e.const(ints, 0)
+        total = self._start(e, x, i, g, offset)
+        if total is None:
+            total = e.const(vec(I32, lanes), 0)
         for j in range(per * g, per * (g + 1)):
             a = e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes)
             total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, self.format.u_max)
         return total
+
+    def _start(self, e: Emitter, x: Value, i: Value, g: int, offset: int) -> Value | None:
+        """What the sum of a group starts from so that the codes lose their ``offset``."""
+        if not offset:
+            return None
+        lanes, at = e.target.lanes, q8_record(self.k)
+        single = self.format.group == 32
+        where = e.at(e.gep(x, at.off_c32), i, 4) if single else e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)
+        total = e.splat(e.load(I32, where), lanes)
+        shift = 7 - (offset.bit_length() - 1)
+        return e.b.ashr(total, e.const(total.type, shift)) if shift else total
 
 
 def without_offset(e: Emitter, quad: Value) -> Value:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, I64, Emitter, Value
+from ggufc.codegen.kernels.matmul_amx import TileProduct
 from ggufc.codegen.kernels.matmul_float import FloatProduct
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
 from ggufc.codegen.kernels.matmul_tokens import Done, Tokens
@@ -41,7 +42,7 @@ def product(name: str, k: int, target: Target) -> Product:
     fmt = weight_format(name)
     if isinstance(fmt, FloatFormat):
         return FloatProduct(fmt, k)
-    return Int8Product(fmt, k)
+    return TileProduct(fmt, k) if target.has_tiles else Int8Product(fmt, k)
 
 
 def rows_argument(rows: str) -> int:

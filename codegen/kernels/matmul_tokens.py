@@ -15,11 +15,14 @@ Done = Callable[[Value, Value, list[list[Value]]], None]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens ``first`` to ``stop`` (i64); ``rows(t, n)`` are the addresses of the activations of ``n`` tokens from ``t`` on."""
+    """Tokens ``first`` to ``stop`` (i64); ``rows(t, n)`` are the addresses of the activations of ``n`` tokens from ``t`` on, which are
+    ``adjacent`` if they lie one after the other.
+    """
 
     first: Value
     stop: Value
     rows: Callable[[Value, int], list[Value]]
+    adjacent: bool = False
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class PtxTarget:
     vnni = ""
     is_arm = False
     signed_dot = False
+    has_tiles = False
     features: tuple[str, ...] = ()
 
     @property

@@ -65,6 +65,7 @@ def examine() -> tuple[dict[str, object], list[str]]:
         "llvm": _llvm(problems),
         "cpu": cpu_name(),
         "level": _level(features),
+        "tiles": _tiles(),
         "architectures": ", ".join(sorted(ARCHITECTURES)),
         "weights": _weights(),
         "features": " ".join(sorted(features)) or "unknown (only baseline artifacts run)",
@@ -131,6 +132,17 @@ def _weights() -> str:
     except (ImportError, OSError):
         return "not available"
     return " ".join(known_formats())
+
+
+def _tiles() -> str:
+    """AMX: whether the CPU has it and the system grants it."""
+    from ggufc.formats.cpustate import TILE_FEATURES, tiles_granted
+    from ggufc.runtime.cpuinfo import flag_features
+
+    present = sorted(TILE_FEATURES & flag_features())
+    if not present:
+        return "none (the CPU has no AMX)"
+    return " ".join(present) + ("" if tiles_granted() else ", not granted by this system (Linux 5.16 or newer is needed)")
 
 
 def _level(features: frozenset[str]) -> str:

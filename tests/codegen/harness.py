@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 import aarch64
+import amx
 from ggufc.codegen.cpu.image import Image
 from ggufc.codegen.cpu.target import ARM_LEVELS, LEVELS, Target, host_features, resolve
 from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import KernelSpec, symbol
 from ggufc.formats.abi import PARAMS
+from ggufc.formats.cpustate import request_tiles
 
 SENTINEL = 0xA5
 GUARD = 256
@@ -81,6 +83,11 @@ def run(
     values = np.array([params.get(name, 0) for name in PARAMS], np.int64)
     scratch = Guarded(np.zeros(max(64, spec.scratch_bytes(target)), np.uint8))
     fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(loaded.address(symbol(spec)))
+    if target.has_tiles and target not in runnable_targets():
+        amx.run(spec, words, values, tiles, scratch.address)
+        tiles = 0
+    elif target.has_tiles:
+        assert request_tiles()
     for tile in range(tiles):
         fn(words.ctypes.data, values.ctypes.data, tile, scratch.address)
     for g in [*guarded, scratch]:

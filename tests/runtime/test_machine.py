@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from ggufc.formats import cpustate
 from ggufc.formats.errors import ArtifactError
 from ggufc.runtime import cpuinfo, paths
 from ggufc.runtime.errors import RuntimeRefusal
@@ -23,6 +24,33 @@ def test_kernel_flags_become_llvm_names():
         *("avx512vnni", "avx512bf16", "amx-tile", "amx-int8"),
     }
     assert cpuinfo.features_from_flags("fp asimd asimddp i8mm sve", "aarch64") == {"neon", "dotprod", "i8mm", "sve"}
+
+
+def test_capability_words_become_llvm_names():
+    assert cpustate.arm_features(1 << 1 | 1 << 8 | 1 << 20, 1 << 13) == {"neon", "lse", "dotprod", "i8mm"}
+    assert cpustate.arm_features(1 << 1, 0) == {"neon"}
+
+
+def test_tiles_count_only_where_the_system_grants_them(monkeypatch):
+    monkeypatch.setattr(cpuinfo, "flag_features", lambda: frozenset({"avx2", "amx-tile", "amx-int8"}))
+    monkeypatch.setattr(cpuinfo, "tiles_granted", lambda: True)
+    assert {"avx2", "amx-tile", "amx-int8"} <= cpuinfo.host_features()
+    monkeypatch.setattr(cpuinfo, "tiles_granted", lambda: False)
+    assert cpuinfo.host_features() & {"avx2", "amx-tile", "amx-int8"} == {"avx2"}
+
+
+def test_code_with_tiles_asks_for_them(monkeypatch):
+    from types import SimpleNamespace
+
+    from ggufc.runtime import executor
+
+    asked = []
+    monkeypatch.setattr(executor, "request_tiles", lambda: bool(asked.append("tiles")))
+    manifest = SimpleNamespace(features=["avx2", "amx-tile"], level="amx", kernels=[], drivers={})
+    opened = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest))
+    with pytest.raises(RuntimeRefusal, match=r"tile registers, which the code \(level amx\) needs; .* --target avx512vbmi"):
+        executor.Executor._make_team(opened, 1)
+    assert asked == ["tiles"]
 
 
 def test_host_features_are_llvms():
