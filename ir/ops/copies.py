@@ -60,7 +60,7 @@ class Cast(Op):
 class Concat(Op):
     """``b`` appended to ``a`` along dimension ``dim``; all other dimensions and the dtype must be equal.
 
-    Along dimension 1 and above quantised tensors are appended as bytes, so nothing is requantised.
+    Quantised tensors are appended as bytes, so nothing is requantised: their rows are whole blocks, along dimension 0 too.
     """
 
     name = "concat"
@@ -74,8 +74,6 @@ class Concat(Op):
         rank = max(a.rank, b.rank, dim + 1)
         if a.dtype != b.dtype or any(a.ne4[i] != b.ne4[i] for i in range(4) if i != dim):
             raise IRError(f"concat: {a} and {b} must agree in dtype and in all dimensions but {dim}.")
-        if dim == 0 and a.quantised:
-            raise IRError(f"concat: rows of the quantised type {a.dtype} cannot be appended; use a dimension above 0.")
         ne = list(a.ne4[:rank])
         ne[dim] = a.ne4[dim] + b.ne4[dim]
         return TensorType(a.dtype, tuple(ne))

@@ -41,12 +41,18 @@ COPIES = [
     Copy(C("f32", (4, 1, 2)), C("f32", (12, T, 4))),
     Copy(Strided("f16", (KV, T, 2), (1, KV, KV * T)), C("f16", (KV, T, 2))),
 ]
+_HALF, _WHOLE = Strided("f32", (20, T), (1, 40), 20), C("f32", (20, T))
+SLICES = [
+    [tuple(Elementwise((op, 0, 1), _WHOLE, pair) for pair in pairs) for op in ("add", "mul")]
+    for pairs in (((_HALF, _WHOLE), (_WHOLE, _WHOLE)), ((_WHOLE, _HALF), (_WHOLE, _WHOLE)))
+]
+"""Per order of operands: (a view of half a row, its copy) for add and mul."""
 ENV = {"T": 5, "KV": 40}
 
 
 @pytest.fixture(scope="module", params=runnable_targets(), ids=lambda t: t.level)
 def loaded(request):
-    return request.param, build([*SPECS, *COPIES], request.param)
+    return request.param, build([*SPECS, *COPIES, *{spec for order in SLICES for pair in order for spec in pair}], request.param)
 
 
 def numpy_value(expr, inputs):
@@ -97,6 +103,23 @@ def test_copy(loaded, spec):  # S68, S67
         assert (result == (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).all()
     else:
         assert (result == want.astype(result.dtype)).all()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_slice_of_rows_broadcasts_like_its_copy(loaded, swapped):  # S71
+    """mul and add with a view of half of each row as either operand have the bits of the contiguous copy."""
+    target, image = loaded
+    rng = np.random.default_rng(13)
+    wide, other = (rng.standard_normal((5, n)).astype(np.float32) for n in (40, 20))
+    for view_spec, copy_spec in SLICES[swapped]:
+        part = np.ascontiguousarray(wide[:, 20:])
+        results = []
+        for spec, first in ((view_spec, wide), (copy_spec, part)):
+            arrays = [np.zeros((5, 20), np.float32), *((other, first) if swapped else (first, other))]
+            results.append(run(spec, target, arrays, tiles(spec.grid(), ENV), loaded=image, **ENV)[0])
+        assert np.array_equal(results[0], results[1])
+        want = part + other if view_spec.expr[0] == "add" else part * other
+        assert np.array_equal(results[0], want)
 
 
 def test_large_integers_are_copied_exactly(loaded):  # S68

@@ -248,13 +248,14 @@ def test_integers_are_copied_exactly_also_when_strided():  # S68
     assert np.array_equal(out, numbers.T)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
-def test_concat_appends_stored_rows_unchanged(dtype):  # S67
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+def test_concat_appends_stored_rows_unchanged(dtype, dim):  # S67: whole blocks along dimension 0 too
     g = Graph("g")
-    parts = [g.weight(n, tt(dtype, 32, 2)) for n in "ab"]
-    values = {n: normal(2, 32) for n in "ab"}
+    parts = [g.weight(n, tt(dtype, 32, 2, 3, 2)) for n in "ab"]
+    values = {n: normal(2, 3, 2, 32) for n in "ab"}
     each = [run(g, p, values) for p in parts]
-    assert np.array_equal(run(g, g.add("concat", *parts, dim=1), values), np.concatenate(each))
+    assert np.array_equal(run(g, g.add("concat", *parts, dim=dim), values), np.concatenate(each, axis=3 - dim))
 
 
 def test_views_of_rows_broadcast_like_their_copies():  # S71
@@ -288,6 +289,17 @@ def test_concat_along_each_dimension():
     for dim in range(3):
         assert np.array_equal(apply("concat", a, b, dim=dim), np.concatenate([a, b], axis=2 - dim))
     assert apply("concat", a[0], a[1], dim=2).shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("n", range(1, 41))
+def test_a_convolution_in_two_parts_is_the_whole(n):  # S69
+    """The last K-1 inputs of one part are the taps of the next."""
+    x, w = normal(3, 3 + n), normal(3, 4)
+    whole = apply("ssm_conv", x, w)
+    close(whole, [[sum(w[ch, k] * x[ch, t + k] for k in range(4)) for ch in range(3)] for t in range(n)])
+    cut = n // 3
+    parts = [apply("ssm_conv", x[:, a : b + 3], w) for a, b in ((0, cut), (cut, n)) if b > a]
+    assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_convolution_is_causal_with_carried_taps():  # S69

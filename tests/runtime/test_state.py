@@ -75,6 +75,9 @@ def test_a_sequence_blob_has_exactly_the_documented_bytes(v):  # S10
         want += struct.pack("<iQ", 8, 68) + rows[f"blk.2.{part}"] + struct.pack("<iQ", -1, 0)
     want += struct.pack("<II", 0, 1) + struct.pack("<iQ", 0, 16) + rows["blk.2.indexer_k"]
     assert written(state.write_sequence, 0, [7, 8, 9], cells, store, 4) == want
+    # So a blob made before any section was added for another family still loads.
+    found = state_load.parse_sequence(Source(io.BytesIO(want), "blob"), *described(caches, 0), 4)
+    assert found.pos.tolist() == [0, 1, 2] and found.tokens == [7, 8, 9] and len(found.sections) == len(caches)
 
 
 def test_a_session_blob_has_exactly_the_documented_bytes():
