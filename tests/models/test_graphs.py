@@ -11,6 +11,7 @@ from ggufc.ir import Graph, parse_graph, print_graph, verify
 from ggufc.models import ModelError, Step, load_model
 from ggufc.models.blocks import Builder
 from ggufc.models.model import NODE_ESTIMATE, OBSERVATIONS
+from ggufc.models.step import OPTIONS
 from model_files import D, ModelFile, gemma3_file, llama_file
 
 MODELS: dict[str, Callable[[], ModelFile]] = {
@@ -96,9 +97,14 @@ def test_block_cache_types_need_whole_blocks_per_head() -> None:
             build("llama", **{f"type_{part}": "q8_0"})
 
 
+LOOKED_AT = {"embd_input", "flash_attn", "type_k", "type_v", "k_hadamard", "v_hadamard"}
+LOOKED_AT |= {f"type_{part}_{end}" for part in "kv" for end in ("first", "last")}
+"""What builders of plain families ask the step: options only."""
+
+
 def test_observations_travel_with_the_graph() -> None:
     graph = build("llama", type_k="f32")
-    assert graph.analysis[OBSERVATIONS] == {"embd_input": False, "type_k": "f32", "type_v": "f16"}
+    assert graph.analysis[OBSERVATIONS] == {name: OPTIONS[name] for name in LOOKED_AT} | {"type_k": "f32"}
     assert {node.dtype for node in graph.find("cache") if node.name.endswith(".k")} == {"f32"}
 
 
@@ -106,7 +112,7 @@ def test_sizes_are_never_observed() -> None:
     """These families have one graph for all batch and cache sizes."""
     for make in (llama_file, gemma3_file):
         graph = load_model(make()).build(Step(sizes={"T": 7, "KV": 512}))
-        assert set(graph.analysis[OBSERVATIONS]) == {"embd_input", "type_k", "type_v"}
+        assert set(graph.analysis[OBSERVATIONS]) == LOOKED_AT
 
 
 def test_one_mask_per_window() -> None:
