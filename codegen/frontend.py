@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ggufc.codegen import keep
 from ggufc.codegen.cpu.target import Target, resolve
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.lower import lower
@@ -88,8 +89,9 @@ def compile_graphs(model: Model, options: CompileOptions) -> list[Compilation]:
     """All programs of the artifact up to their schedules."""
     done = []
     for name, graph in program_graphs(model, options):
+        keep.mark(graph, options.keep)
         records = run_passes(graph, options)
-        schedule, weights = lower(graph, name)
+        schedule, weights = lower(graph, name, bool(options.keep))
         done.append(Compilation(name, graph, records, schedule, weights))
     return done
 

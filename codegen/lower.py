@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.keep import expose
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul_id, quantize
 from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
@@ -63,7 +64,7 @@ class Lowering:
             elif node not in self.claimed and not node.is_leaf and not node.is_view:
                 self._lower(node)
         for name, node in g.outputs.items():
-            if self.storage.get(node, NULL).kind != "output":
+            if self.storage.get(node, NULL) != Ref("output", name):
                 copy_to_output(self, node, name)
 
     # -- matching ----------------------------------------------------------------------------------------------------
@@ -279,8 +280,10 @@ class Lowering:
         self.emit(Step(spec, args, (2,), node.name, sym, matmul_id.TOKENS, tiles, flops=form(product(node.type.ne), 2 * k)))
 
 
-def lower(graph: Graph, name: str = "eval") -> tuple[Schedule, WeightPlan]:
-    """Schedule ``graph``; raises CodegenError naming the node that has no kernel."""
+def lower(graph: Graph, name: str = "eval", keep_values: bool = False) -> tuple[Schedule, WeightPlan]:
+    """Schedule ``graph``; raises CodegenError naming the node that has no kernel. ``keep_values``: as ``keep.expose``."""
     low = Lowering(graph, Schedule(name), WeightPlan(graph))
     low.run()
+    if keep_values:
+        expose(low)
     return low.schedule, low.weights

@@ -43,7 +43,8 @@ def copy_to_output(low: Lowering, node: Node, name: str) -> None:
     """An output that is no fresh result (a view, or a value others need as well) is copied."""
     at, source = strided(low, node)
     out = Ref("output", name)
-    launch(low, elementwise.Copy(source, contiguous("f32", node.ne)), (at, out), (1,), node)
+    dtype = "i32" if node.dtype == "i32" else "f32"
+    launch(low, elementwise.Copy(source, contiguous(dtype, node.ne)), (at, out), (1,), node)
 
 
 def _same_storage(node: Node, operand: Node) -> bool:

@@ -79,5 +79,6 @@ def make_manifest(
             "target": options.target,
             "pipeline": options.pipeline or "default",
             **{f"builder.{name}": repr(value) for name, value in options.builder.items()},
+            **({"keep": options.keep} if options.keep else {}),
         },
     )

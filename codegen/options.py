@@ -11,7 +11,8 @@ class CompileOptions(msgspec.Struct, frozen=True):
     ``target``: ``native``, a feature level or a feature list; with ``cuda:sm_90`` items, separated by commas, the artifact holds GPU code
     as well. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline
     text, None for the default. ``jobs``: processes that generate code, None for as many as there are cores, at most 2. ``builder``:
-    options of the model's builder (``models.step.OPTIONS``), such as ``{"mla": 0}``.
+    options of the model's builder (``models.step.OPTIONS``), such as ``{"mla": 0}``. ``keep``: intermediate results that become outputs,
+    for comparisons (``codegen.keep``): ``stored`` and patterns of node names, separated by commas.
     """
 
     target: str = "native"
@@ -20,6 +21,7 @@ class CompileOptions(msgspec.Struct, frozen=True):
     pipeline: str | None = None
     jobs: int | None = None
     builder: dict[str, int | bool | str] = {}
+    keep: str = ""
 
     def for_builder(self) -> dict[str, int | bool | str]:
         """Everything the model's builder is told."""
