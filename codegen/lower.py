@@ -18,10 +18,10 @@ from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.lower_hyper import HYPER_MATCHERS
 from ggufc.codegen.lower_operands import item_bytes, refuse_holes, rope_table
 from ggufc.codegen.lower_routing import ROUTING_MATCHERS
-from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, integer, rows_grid
+from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, input_spec, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
 from ggufc.codegen.weights import activation_mode, q8_record
-from ggufc.formats.artifact import Affine, Input
+from ggufc.formats.artifact import Affine
 from ggufc.formats.ggml_types import TYPES, row_bytes
 from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Graph, Node
@@ -47,13 +47,12 @@ class Lowering:
         self.users = g.users()
         self.output_of = {node: name for name, node in g.outputs.items()}
         for node in g.inputs():
-            a = node.attrs
-            if a["region"]:
+            if node.attrs["region"]:
                 raise CodegenError(
-                    f"input {a['name']!r}: compacted caches are a matter of sessions (compact_windows), not of compilation; leave out "
-                    "swa_compress"
+                    f"input {node.attrs['name']!r}: compacted caches are a matter of sessions (compact_windows), not of compilation; "
+                    "leave out swa_compress"
                 )
-            self.schedule.inputs.append(Input(a["name"], a["kind"], node.dtype, [form(d) for d in node.ne], a["window"], a["ratio"]))
+            self.schedule.inputs.append(input_spec(node))
         for name, node in g.outputs.items():
             self.schedule.outputs[name] = [form(d) for d in node.ne]
         self._match()

@@ -47,16 +47,6 @@ def make_manifest(
                 fusions=counts,
             )
         )
-    caches = []
-    for info in model.caches(options.for_builder()):
-        rope = dict(info.rope)
-        factors = rope.pop("factors", None)
-        if factors is not None:
-            values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
-            rope["freq_factors"] = [float(v) for v in values]
-        rows = form(parse_dim(info.rows))
-        head = info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window
-        caches.append(Cache(*head, rope, rows, info.hadamard))
     return Manifest(
         abi=abi.ABI_VERSION,
         arch=model.arch,
@@ -71,7 +61,7 @@ def make_manifest(
         n_layer=model.n_layer,
         type_k=options.type_k,
         type_v=options.type_v,
-        caches=caches,
+        caches=cache_specs(gguf, model, options),
         programs=programs,
         kernels=kernels,
         drivers={name: image.symbols[name][0] for name in (WORKER, EVAL)},
@@ -82,3 +72,18 @@ def make_manifest(
             **({"keep": options.keep} if options.keep else {}),
         },
     )
+
+
+def cache_specs(gguf: GGUFFile, model: Model, options: CompileOptions) -> list[Cache]:
+    """The caches of a model, with what a K-shift must know of their rotations."""
+    caches = []
+    for info in model.caches(options.for_builder()):
+        rope = dict(info.rope)
+        factors = rope.pop("factors", None)
+        if factors is not None:
+            values = as_f32(gguf.data(factors), gguf.tensors[factors].type.name)
+            rope["freq_factors"] = [float(v) for v in values]
+        rows = form(parse_dim(info.rows))
+        head = info.name, info.layer, info.part, info.dtype, info.width, info.head_dim, info.window
+        caches.append(Cache(*head, rope, rows, info.hadamard))
+    return caches

@@ -13,6 +13,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.base import KernelSpec, signature, symbol
 from ggufc.formats.artifact import Affine, Arg, Fixup, Input, Launch, Program, Slot
 from ggufc.ir.dims import Dim, IntDim, to_form
+from ggufc.ir.graph import Node
 from ggufc.passes import memory_planner
 
 
@@ -216,6 +217,12 @@ def fixed(d: IntDim) -> int:
 def form(d: IntDim, factor: int = 1) -> Affine:
     """A dimension times ``factor`` as the manifest writes it."""
     return {key: coef * factor for key, coef in to_form(d, products=True).items()}
+
+
+def input_spec(node: Node) -> Input:
+    """What the runtime must know to fill an input of a graph."""
+    a = node.attrs
+    return Input(a["name"], a["kind"], node.dtype, [form(d) for d in node.ne], a["window"], a["ratio"])
 
 
 def add_forms(*forms: Affine) -> Affine:

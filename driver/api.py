@@ -32,17 +32,20 @@ def compile(
     passes: str | None = None,
     builder: Mapping[str, int | bool | str] | None = None,
     jobs: int | None = None,
+    keep: str = "",
     progress: Progress | None = None,
 ) -> CompileReport:
     """Compile a GGUF model into the artifact ``output``, which appears whole or not at all.
 
     ``target`` is ``native``, a feature level or a list of CPU features, with ``cuda:sm_90`` items for GPU code; ``type_k`` and ``type_v``
     are the dtypes of the KV cache; ``passes`` replaces the pass pipeline; ``builder`` holds options of the model's graph (``{"mla": 0}``);
-    ``jobs`` bounds the processes used. Raises ``GgufcError``.
+    ``jobs`` bounds the processes used; ``keep`` names intermediate results that become outputs (``ggufc.codegen.keep``). Raises ``GgufcError``.
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 
-    options = CompileOptions(target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs, builder=dict(builder or {}))
+    options = CompileOptions(
+        target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs, builder=dict(builder or {}), keep=keep
+    )
     return compile_file(model_file(str(source)), Path(output), options, progress)
 
 
@@ -62,6 +65,7 @@ def _fetch(
             pipeline=options["passes"] or None,
             jobs=jobs,
             builder=builder,
+            keep=options.get("keep", ""),
         )
         for note in compile_file(source, output, compile_options, progress).notes:
             say(f"note: {note}")
@@ -78,6 +82,7 @@ def artifact_for(
     passes: str | None = None,
     builder: Mapping[str, int | bool | str] | None = None,
     jobs: int | None = None,
+    keep: str = "",
     say: Say = lambda _: None,
     progress: Progress | None = None,
     quiet: bool = True,
@@ -90,6 +95,8 @@ def artifact_for(
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
     options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
     options |= {f"builder.{key}": repr(value) for key, value in (builder or {}).items()}
+    if keep:
+        options["keep"] = keep
     if split_target(target)[0] == "native":
         from ggufc.runtime.cpuinfo import host_features
 

@@ -7,10 +7,15 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ggufc.errors import DriverError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, total)``; ``total`` is 0 when unknown."""
@@ -68,6 +73,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An .npz file, whole or not at all. ``numpy.savez`` cannot store a step called ``file``, so the archive is written here."""
+    import numpy as np
+
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, array, allow_pickle=False)
 
 
 def sha256_file(path: Path, progress: Progress | None = None) -> str:

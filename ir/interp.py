@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ggufc.ir.dims import evaluate
+from ggufc.ir.dims import evaluate, product
 from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.layout import layout
@@ -19,8 +19,9 @@ from ggufc.ir.types import TensorType
 Weights: TypeAlias = Callable[[str], Any] | Mapping[str, Any]
 """Tensor name -> array: raw bytes (uint8), or values."""
 
-Trace: TypeAlias = Callable[[Node, Any], None]
-"""Called after each node with its value, an array in numpy order (``Stored`` for weights, caches and their versions)."""
+Trace: TypeAlias = Callable[[Node, Any], Any]
+"""Called after each node with its value, an array in numpy order (``Stored`` for weights, caches and their versions). What it returns,
+if not None, takes the value's place in the rest of the evaluation."""
 
 
 def interpret(
@@ -51,7 +52,7 @@ def interpret(
             raise e if e.node is not None else IRError(e.message, graph=g, node=node) from None
         run.values[node] = value
         if trace is not None:
-            trace(node, value)
+            run.substitute(node, trace(node, value))
         for dead in last_use.get(i, ()):
             run.drop(dead)
     out = {name: np.array(run.read(node)) for name, node in g.outputs.items()}
@@ -122,6 +123,18 @@ class _Run:
         if node.op.writes_cache:
             self.versions[resource(node)] = value
         return value
+
+    def substitute(self, node: Node, value: Any) -> None:
+        """Goes on with another value of a node, and of what it is a whole view of; None leaves it as it is."""
+        if value is None:
+            return
+        self.values[node] = value
+        if node.is_view:
+            where = layout(node)
+            if where.contiguous and where.offset == 0 and product(where.ne) == where.root.type.numel:
+                self.values[where.root] = np.reshape(value, np.shape(self.values[where.root]))
+        if node.op.writes_cache:
+            self.versions[resource(node)] = value
 
     def drop(self, node: Node) -> None:
         """Forgets a value; the decoded form of a weight goes with the last node that stands for it."""

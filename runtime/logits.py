@@ -7,7 +7,7 @@ array by array. Unknown options and steps are refused by name before anything ru
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +121,19 @@ def run_case(session_factory: Callable[[dict[str, Any]], Session], case: Mapping
     are read from .npy files in ``folder``.
     """
     check_case(case)
-    results: dict[str, np.ndarray] = {}
-    states: dict[str, bytes] = {}
     with session_factory(dict(case.get("options", {}))) as session:
-        for index, step in enumerate(case["steps"]):
-            try:
-                logits = _run_step(session, step, Path(folder), states)
-            except RuntimeRefusal as refusal:
-                raise RuntimeRefusal(f"step {index} ({step['op']}) of the case: {refusal}", soft=refusal.soft) from None
-            if logits is not None:
-                results[str(step.get("name", f"step{index}"))] = logits
-    return results
+        return {name: logits for name, logits in run_steps(session, case, folder) if logits is not None}
+
+
+def run_steps(session: Session, case: Mapping[str, Any], folder: str | Path) -> Iterator[tuple[str, np.ndarray | None]]:
+    """Run a checked case's steps one at a time: (name, logits), None for cache operations."""
+    states: dict[str, bytes] = {}
+    for index, step in enumerate(case["steps"]):
+        try:
+            logits = _run_step(session, step, Path(folder), states)
+        except RuntimeRefusal as refusal:
+            raise RuntimeRefusal(f"step {index} ({step['op']}) of the case: {refusal}", soft=refusal.soft) from None
+        yield str(step.get("name", f"step{index}")), logits
 
 
 def _run_step(session: Session, step: Mapping[str, Any], folder: Path, states: dict[str, bytes]) -> np.ndarray | None:

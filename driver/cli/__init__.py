@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Measure prompt and decode speed (pp512, tg128).",
     "perplexity": "Measure the perplexity of a text.",
     "logits": "Run the steps of a golden case and store the logits.",
+    "diff": "Compare two evaluations node by node and name the first that differs.",
     "cache": "List or remove cached models and artifacts.",
     "doctor": "Show what ggufc finds on this machine.",
 }

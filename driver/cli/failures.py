@@ -1,6 +1,7 @@
 """How the command line ends: exit codes, one-line errors, signals.
 
-0 success, 2 an error the user can act on (stderr, no traceback), 1 a defect of ggufc itself, 130 interrupted, 143 terminated.
+0 success, 2 an error the user can act on (stderr, no traceback), 1 a defect of ggufc itself, 130 interrupted, 143 terminated. ``diff``
+also exits with 1, after its report, when something differs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ import click
 from ggufc.cli import options
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ggufc.runtime import Session
 
 
@@ -45,7 +42,7 @@ def command(
     """
     from ggufc import devices
     from ggufc.cli import terminal
-    from ggufc.files import refuse_to_overwrite
+    from ggufc.files import refuse_to_overwrite, write_npz
     from ggufc.runtime import Session
     from ggufc.runtime.logits import check_case, graph_options, run_case, session_options
 
@@ -85,15 +82,3 @@ def read_case(path: Path) -> Mapping[str, Any]:
     if not isinstance(case, dict):
         raise DriverError(f"{path}: a case is a JSON object with options and steps, not a {type(case).__name__}")
     return case
-
-
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """An .npz file, whole or not at all. ``numpy.savez`` cannot store a step called ``file``, so the archive is written here."""
-    import numpy as np
-
-    from ggufc.files import replacing
-
-    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
-                np.lib.format.write_array(stream, array, allow_pickle=False)
