@@ -63,7 +63,8 @@ def _words(report: Report, batch: MicroBatch, entry: Entry) -> Iterator[str]:
         yield f"  at {list(apart.index)} (ne order): left {apart.left:.9g}, right {apart.right:.9g}"
     if entry.inside:
         names = ", ".join(entry.inside[:_NAMES]) + (f" and {len(entry.inside) - _NAMES} more" if len(entry.inside) > _NAMES else "")
-        yield f"  computed along the way and not known by themselves: {names} (--keep NAME,... makes them results)"
+        hint = " (--keep NAME,... makes them results)" if report.compiled else ""
+        yield f"  computed along the way and not known by themselves: {names}{hint}"
     yield ""
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ggufc.diff.compare import Distance, Tolerances, distance, is_choice
 from ggufc.diff.recording import Recording
-from ggufc.diff.sides import GraphSide, InterpreterSide, StoredSide
+from ggufc.diff.sides import CodeSide, GraphSide, InterpreterSide, StoredSide
 from ggufc.diff.stored import StoredStep, key
 from ggufc.files import write_npz
 from ggufc.ir import Node
@@ -57,11 +57,14 @@ class MicroBatch:
 
 @dataclass
 class Report:
-    """The outcome: ``left`` and ``right`` are what was compared."""
+    """The outcome: ``left`` and ``right`` are what was compared; ``compiled`` tells whether a side is generated code, whose launches can
+    be made to leave more results.
+    """
 
     left: str
     right: str
     following: bool
+    compiled: bool = False
     batches: list[MicroBatch] = field(default_factory=list)
 
     @property
@@ -111,7 +114,7 @@ def compare_sides(
     are not run. With ``tolerances.following`` the side that is an interpreter follows the other.
     """
     check_case(case)
-    report = Report(left.title, right.title, tolerances.following)
+    report = Report(left.title, right.title, tolerances.following, isinstance(left, CodeSide) or isinstance(right, CodeSide))
     stored = right if isinstance(right, StoredSide) else None
     swapped = stored is not None or (isinstance(left, InterpreterSide) and not isinstance(right, InterpreterSide))
     with ExitStack() as stack:

@@ -71,7 +71,8 @@ def other_side(
     if changed is options and interpreted and not rest:
         raise DriverError("with --interpret both sides would be the same; say what differs, such as --against passes=canonicalize,cse,dce")
     if rest or not words:
-        return side_of(source, changed if changed is not options else replace(options, pipeline=None), True, activations, compiled)
+        unfused = not any(word.startswith("passes=") for word in words)
+        return side_of(source, replace(changed, pipeline=None) if unfused else changed, True, activations, compiled)
     return side_of(source, changed, interpreted, activations, compiled)
 
 
