@@ -39,7 +39,8 @@ def compile(
 
     ``target`` is ``native``, a feature level or a list of CPU features, with ``cuda:sm_90`` items for GPU code; ``type_k`` and ``type_v``
     are the dtypes of the KV cache; ``passes`` replaces the pass pipeline; ``builder`` holds options of the model's graph (``{"mla": 0}``);
-    ``jobs`` bounds the processes used; ``keep`` names intermediate results that become outputs (``ggufc.codegen.keep``). Raises ``GgufcError``.
+    ``jobs`` bounds the processes used; ``keep`` names intermediate results that become outputs (``ggufc.codegen.keep``). Raises
+    ``GgufcError``.
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 

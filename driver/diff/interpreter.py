@@ -7,7 +7,7 @@ outputs differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from ggufc.ir import Graph, Node
 from ggufc.ir.interp import interpret
 from ggufc.models.model import Model
 from ggufc.passes.manager import PassManager
-from ggufc.runtime import Artifact
-from ggufc.runtime.executor import CacheBuffers, Executor, Limits, pad
-
-Replace = Callable[[Node, Any], Any]
-"""Sees each node with its value; what it returns, if not None, takes the value's place."""
+from ggufc.runtime import Artifact, RuntimeRefusal
+from ggufc.runtime.binding import NUMPY, Binding, Limits, pad
+from ggufc.runtime.caches import CacheBuffers
 
 
 class GraphArtifact(Artifact):
@@ -85,11 +83,12 @@ def _manifest(file: GGUFFile, model: Model, options: CompileOptions, graphs: Map
     )
 
 
-class InterpreterExecutor(Executor):
+class InterpreterExecutor(Binding):
     """Evaluates one program of a ``GraphArtifact`` in numpy over ordinary cache buffers; ``activations`` as ``ggufc.ir.interpret``."""
 
     activations = "rounded"
     n_threads = 1
+    where = "the reference interpreter"
 
     def __init__(
         self,
@@ -99,48 +98,48 @@ class InterpreterExecutor(Executor):
         n_ctx: int = 4096,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
-        share: Executor | None = None,
+        share: InterpreterExecutor | None = None,
         profile: bool = False,
-        window_rows: int = 0,
     ) -> None:
-        self.artifact = artifact
-        self.graph = artifact.graphs[program]
-        self.program = artifact.program(program)
-        self.limits = Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits
-        self.caches = CacheBuffers(artifact, self.limits.n_cells, 0, n_seq_max) if share is None else share.caches
-        self.input_specs = {spec.name: spec for spec in self.program.inputs}
-        self.inputs = {spec.name: self._buffer(spec) for spec in self.program.inputs}
-        self.params = np.array([self.limits.env()[name] for name in abi.PARAMS], np.int64)
-        self.results: dict[str, np.ndarray] = {}
-        self.n_evals = 0
-
-    def _buffer(self, spec: Any) -> np.ndarray:
-        return np.zeros(self._input_values(spec), np.int32 if spec.dtype == "i32" else np.float32)
+        self._describe(artifact, program, Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits)
+        self.graph, self._data = artifact.graphs[program], artifact.file.data
+        self.caches: CacheBuffers = CacheBuffers(artifact, self.limits.n_cells, 0, n_seq_max) if share is None else share.caches
+        self.inputs = {spec.name: np.zeros(self._input_values(spec), NUMPY[spec.dtype]) for spec in self.program.inputs}
+        self._fix_places = np.zeros(0, np.int64)
+        self._results: dict[str, np.ndarray] = {}
 
     def rebind(self) -> None:
         """Nothing is bound."""
 
     def replace(self, node: Node, value: Any) -> Any:
-        """Called with each node and its value; see ``Replace``."""
+        """Sees each node with its value; what it returns, if not None, takes the value's place."""
         return None
 
     def eval(self, T: int, O: int, R: int, KV: int, head: int = 0, entries: Mapping[str, int] | None = None) -> None:
         """As ``Executor.eval``. ``IRError`` where a graph is wrong."""
-        env = self.limits.env() | {"T": T, "O": O, "R": R, "KV": KV} | dict(entries or {})
-        self.params[:] = [env[name] for name in abi.PARAMS]
+        self._check_sizes(T, O, R, KV, head)
+        self._set_symbols(self.params, T, O, R, KV, head, entries)
+        env = symbols(self)
         inputs = {}
         for name, spec in self.input_specs.items():
             ne = [evaluate(form, env) for form in spec.ne]
             inputs[name] = self.inputs[name][: math.prod(ne)].reshape(ne[::-1])
         caches = {name: self.caches.view(name) for name in self.caches.specs}
         self.n_evals += 1
-        data = self.artifact.file.data
-        self.results = interpret(self.graph, data, inputs, caches, env, trace=self.replace, activations=self.activations)
+        self._results = interpret(self.graph, self._data, inputs, caches, env, trace=self.replace, activations=self.activations)
         for name, rows in caches.items():
             self.caches.view(name)[...] = np.ascontiguousarray(rows).view(np.uint8).reshape(self.caches.view(name).shape)
 
     def output(self, name: str) -> np.ndarray:
-        return np.asarray(self.results[name], np.float32)
+        return np.asarray(self._results[name], np.float32)
+
+    def profile(self) -> np.ndarray:
+        raise RuntimeRefusal("the interpreter has no launches to profile")
 
     def close(self) -> None:
         """Nothing runs beyond an evaluation."""
+
+
+def symbols(executor: Binding) -> dict[str, int]:
+    """What the symbols were in the last micro-batch."""
+    return dict(zip(abi.PARAMS, executor.params.tolist()))

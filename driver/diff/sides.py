@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ggufc.codegen.options import CompileOptions
-from ggufc.diff.interpreter import InterpreterExecutor, open_graphs
+from ggufc.diff.interpreter import InterpreterExecutor, open_graphs, symbols
 from ggufc.diff.recording import CacheRows, Names, Recording
 from ggufc.diff.stored import StoredStep
-from ggufc.formats import abi
 from ggufc.formats.artifact import Cache
 from ggufc.ir import Graph, Node, parse_graph
 from ggufc.ir.layout import layout
@@ -74,7 +73,7 @@ class CodeSide(GraphSide):
                 yield session
 
     def _record(self, executor: Executor) -> Recording:
-        names, env = self._names[executor.program.name], _env(executor)
+        names, env = self._names[executor.program.name], symbols(executor)
         values: dict[Node, np.ndarray] = {}
         for name, node in names.graph.outputs.items():
             found = executor.output(name)
@@ -114,7 +113,7 @@ class InterpreterSide(GraphSide):
                 n = len(side.recordings)
                 self.step = _Following(self, side._names[self.program.name], side.leader[n] if n < len(side.leader) else None)
                 super().eval(*args, **more)
-                env = _env(self)
+                env = symbols(self)
                 side.recordings.append(Recording(self.step.names, env, self.step.values, self.step.caches))
 
             def replace(self, node: Node, value: Any) -> Any:
@@ -168,7 +167,7 @@ class _Following:
         name = resource(node)
         if self.names.last_writes[name] is not node:
             return None
-        spec, env = self.executor.caches.specs[name], _env(self.executor)
+        spec, env = self.executor.caches.specs[name], symbols(self.executor)
         raw = np.ascontiguousarray(value.data).view(np.uint8).reshape(value.data.shape[0], -1)
         self.caches[name] = CacheRows(spec.dtype, _rows(spec, raw, env).copy())
         other = self.leader.caches.get(name) if self.leader else None
@@ -184,7 +183,3 @@ def _rows(spec: Cache, rows: np.ndarray, env: Mapping[str, int]) -> np.ndarray:
     if of_cells(spec):
         return rows[: env["KV"]]
     return rows[:-1] if spec.rows.get("") else rows
-
-
-def _env(executor: Executor) -> dict[str, int]:
-    return dict(zip(abi.PARAMS, (int(v) for v in executor.params)))
