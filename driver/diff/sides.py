@@ -19,6 +19,7 @@ from ggufc.ir.layout import layout
 from ggufc.ir.ops.cache import is_version, resource
 from ggufc.ir.storage import Stored
 from ggufc.runtime import Artifact, Session
+from ggufc.runtime.caches import CacheBuffers
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.rows import of_cells
 
@@ -80,6 +81,7 @@ class CodeSide(GraphSide):
             values[node] = (found.view(np.int32) if node.dtype == "i32" else found).copy()
         buffers = executor.caches
         caches = {name: _rows(spec, buffers.view(name), env).copy() for name, spec in buffers.specs.items()}
+        _clear_spare_rows(buffers)
         return Recording(names, env, values, {name: CacheRows(buffers.specs[name].dtype, rows) for name, rows in caches.items()})
 
 
@@ -113,6 +115,7 @@ class InterpreterSide(GraphSide):
                 n = len(side.recordings)
                 self.step = _Following(self, side._names[self.program.name], side.leader[n] if n < len(side.leader) else None)
                 super().eval(*args, **more)
+                _clear_spare_rows(self.caches)
                 env = symbols(self)
                 side.recordings.append(Recording(self.step.names, env, self.step.values, self.step.caches))
 
@@ -176,6 +179,13 @@ class _Following:
         raw = raw.copy()
         _rows(spec, raw, env)[...] = other.raw
         return Stored.wrap(f"cache {name}", value.dtype, value.ne, raw)
+
+
+def _clear_spare_rows(buffers: CacheBuffers) -> None:
+    """Rows that many tokens write and nobody uses hold what the last writer left; cleared, they never look like a difference."""
+    for name, spec in buffers.specs.items():
+        if not of_cells(spec) and spec.rows.get(""):
+            buffers.view(name)[-1] = 0
 
 
 def _rows(spec: Cache, rows: np.ndarray, env: Mapping[str, int]) -> np.ndarray:
