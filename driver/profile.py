@@ -60,9 +60,9 @@ def stream_read(threads: int) -> float:
     return best
 
 
-def device_fill(device: Device) -> float:
-    """Bytes per second at which a GPU fills its memory: what it can move, as far as one can tell without a kernel."""
-    size = min(_STREAM_BYTES, device.free_memory() // 2)
+def device_fill(device: Device, most: int = _STREAM_BYTES) -> float:
+    """Bytes per second at which a GPU fills up to ``most`` bytes of its memory: what it can move, without a kernel of its own."""
+    size = min(most, device.free_memory() // 2)
     address = device.alloc(size)
     try:
         best = 0.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import types
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from ggufc.formats import abi
+from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
+from ggufc.runtime.caches import CacheBuffers
 from ggufc.runtime.cuda import CudaExecutor, on_device
+from ggufc.runtime.cuda.caches import DeviceCaches
 from ggufc.runtime.cuda.pool import CHUNK, Pool
 from ggufc.runtime.cuda.recordings import KEPT, Recordings
 from ggufc.runtime.errors import RuntimeRefusal
@@ -186,3 +190,35 @@ def test_programs_that_write_at_the_head_are_not_recorded(model, monkeypatch):
         assert len(recorded) == 1
         executor.program.fixups.clear()
         executor.close()
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_caches_of_sequences_have_the_hosts_rows():
+    """Rings, states and compressed entries: as many rows as on the CPU, cleared and exchanged row by row."""
+    caches = [
+        fmt.Cache("blk.0.k", 0, "k", "f16", 32, 32),
+        fmt.Cache("blk.0.conv", 0, "conv", "f32", 8, 8, rows={"S": 1, "": 1}),
+        fmt.Cache("blk.0.comp", 0, "comp", "f16", 16, 16, rows={"C4": 1}),
+    ]
+    described = types.SimpleNamespace(manifest=types.SimpleNamespace(caches=caches), path="toy")
+    device = SimtDevice()
+    there, here = DeviceCaches(described, 256, device, 3), CacheBuffers(described, 256, 0, 3)
+    assert there.n_rows == here.n_rows and there.n_rows["blk.0.conv"] == 4 and list(there.specs) == list(here.specs)
+    rng = np.random.default_rng(0)
+    for name, n in there.n_rows.items():
+        every = np.arange(n, dtype=np.int32)
+        values = rng.integers(1, 255, (n, there.row_bytes[name]), dtype=np.uint8)
+        for store in (there, here):
+            store.rows(name).write(every, values)
+            store.clear_rows(name, 1, 2)
+        read = there.rows(name).read(every)
+        assert not read[1:3].any() and read[0].all() and read.tobytes() == here.rows(name).read(every).tobytes()
+    for store in (there, here):
+        store.clear(2)
+    for name, n in there.n_rows.items():
+        every = np.arange(n, dtype=np.int32)
+        assert there.rows(name).read(every).tobytes() == here.rows(name).read(every).tobytes(), name
+    device.free(there.base)
+    assert not device.allocated

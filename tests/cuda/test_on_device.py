@@ -1,19 +1,17 @@
-"""The same goldens on a real GPU, and timings beside the performance model. Run with ``pytest -m gpu tests/cuda/test_on_device.py -s``.
+"""The same goldens and bit checks on a real GPU: ``pytest -m gpu tests/cuda/test_on_device.py``. Speed: ``benchmarks/gpu.py``.
 
 Skipped where there is no device; one run takes a few minutes, most of it compilation.
 """
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
 from fat_models import CASES, compiled
-from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.kernels.matmul import MatMul
-from ggufc.codegen.nvptx import PTX_VERSIONS, describe, roofline
+from ggufc.codegen.kernels.matmul_product import rows_argument
+from ggufc.codegen.nvptx import describe
 from ggufc.formats import cuda as fmt
 from ggufc.formats.abi import PARAMS
 from ggufc.runtime.cuda import on_device, open_device
@@ -36,8 +34,9 @@ def device():
 
 def target_for(device) -> str:
     """The newest architecture the device runs."""
-    known = sorted(int(sm.removeprefix("sm_")) for sm in PTX_VERSIONS)
-    return f"sm_{max(c for c in known if c <= device.capability)}"
+    found = fmt.newest_for(device.capability)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", *CASES])
@@ -59,60 +58,42 @@ def test_bits_do_not_depend_on_the_batch(device, tmp_path):
     assert logits([]) == logits([1, 2, 19, 40, 41]) == logits(list(range(1, 100)))
 
 
-def timed(device, spec: KernelSpec, arrays: list, tokens: int) -> tuple[float, np.ndarray]:
-    """Seconds of one launch (the best of several), and its result (argument 2)."""
+def launched(device, spec: MatMul, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
+    """What one launch of a product makes of weights, activations and outputs."""
     module = device.load(ptx_of(spec, target_for(device)))
-    words, held = [], []
-    for a in arrays:
-        if isinstance(a, np.ndarray):
-            held.append(device.alloc(a.nbytes))
-            device.upload(held[-1], a)
-            words.append(held[-1])
-        else:
-            words.append(a or 0)
     symbols = np.array([tokens if name == "T" else 0 for name in PARAMS], np.int64)
-    held.append(device.alloc(symbols.nbytes))
-    device.upload(held[-1], symbols)
+    held = [device.alloc(a.nbytes) for a in [*arrays, symbols]]
+    for address, a in zip(held, [*arrays, symbols]):
+        device.upload(address, a)
     (entry,) = [e for e in describe(spec).entries if e.low <= tokens and (not e.high or tokens <= e.high)]
     count = fmt.tiles(entry.grid, {"T": tokens})
-    function = device.function(module, entry.symbol)
-    best = float("inf")
-    for _ in range(10):
-        start = device.mark()
-        device.launch(function, count, entry.block, [*words, held[-1], 0, 0, count])
-        stop = device.mark()
-        device.synchronize()
-        best = min(best, device.elapsed(start, stop) / 1e3)
+    words = [*held[:3], spec.k, spec.n, 0, 0, 0, rows_argument("T")]
+    assert len(words) == len(spec.arg_names)
+    device.launch(device.function(module, entry.symbol), count, entry.block, [*words, held[3], 0, 0, count])
     out = np.empty_like(arrays[2])
-    device.download(words[2], out)
+    device.download(held[2], out)
     for address in held:
         device.free(address)
-    return best, out
+    return out
+
+
+def check_product(device, tokens: int, k: int, n: int) -> None:
+    name, few = "q4_k", min(n, 256)  # rows checked against float64
+    raw = weight_rows(name, k, n)
+    x = np.random.default_rng(1).standard_normal((tokens, k)).astype(np.float32)
+    arrays = [packed(name, raw, k), records(x, "q8_2"), np.zeros((tokens, n), np.float32)]
+    y = launched(device, MatMul(name, k, n, "none", False, "T"), arrays, tokens)
+    want = product(name, raw[:few], k, x)
+    assert np.abs(y[:, :few] - want).max() <= 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 512])
 def test_products_of_an_8b_model(tokens, device):
-    """Right, and how far from the roofline; prints the figures for docs/gpu.md."""
-    name, k, n = "q4_k", 4096, 28672
-    few = 256  # rows checked against float64
-    raw = weight_rows(name, k, n)
-    x = np.random.default_rng(1).standard_normal((tokens, k)).astype(np.float32)
-    spec = MatMul(name, k, n, "none", False, "T")
-    weights = packed(name, raw, k)
-    seconds, y = timed(device, spec, [weights, records(x, "q8_2"), np.zeros((tokens, n), np.float32), k, n, None, n, None], tokens)
-    want = product(name, raw[:few], k, x)
-    assert np.abs(y[:, :few] - want).max() <= 1e-5 * np.abs(want).max()
-    machine = roofline.H200
-    limit = max(weights.nbytes / machine.bandwidth, 2.0 * k * n * tokens / (machine.tensor if tokens >= 17 else machine.dp4a))
-    print(f"\n{device.name}: {name} {n}x{k}, {tokens} tokens: {1e6 * seconds:.1f} us, roofline of {machine.name} {1e6 * limit:.1f} us")
+    check_product(device, tokens, 4096, 28672)
 
 
-def test_decode_and_prefill_times(device, tmp_path):
-    """Whole steps of a small model, for the cost of launches."""
-    model = compiled("quant-q4_k", tmp_path, f"cuda:{target_for(device)}")
-    with Session(model.path, n_ctx=256, profile=True, executor=on_device(device)) as s:
-        for n in (64, 1, 1):
-            began = time.perf_counter()
-            s.decode(list(range(n)))
-            launches = s.executor.profile()[:, 1]
-            print(f"\n{n} tokens: {1e3 * (time.perf_counter() - began):.2f} ms, {len(launches)} launches of {launches.mean() / 1e3:.1f} us")
+@pytest.mark.parametrize("n", [1, 2])
+def test_offload(n, device, tmp_path):
+    """Some layers on the device: the golden within its tolerance."""
+    model = compiled("llama-gqa-tied", tmp_path, f"cuda:{target_for(device)}")
+    model.check(model.run(executor=on_device(device, n_gpu_layers=n)))

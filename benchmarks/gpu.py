@@ -1,0 +1,394 @@
+"""Everything about the GPU side in one run of at most ten minutes: is it right, and how fast is it?
+
+    python benchmarks/gpu.py [--golden DIR] [--model MODEL] [--layers 4] [--minutes 9] [--device 0] [--binding auto]
+
+Prints one table: golden cases on the device against their tolerance, bits that must not depend on the batch or on recordings, the rates of
+memory and copies, products against the roofline, and decoding and prompts of a model shaped like Llama 3.1 8B (``--layers`` of them, made
+up on the spot) or of ``--model``, beside what the performance model expects. What fails does not stop the rest; what no longer fits the
+time is left out and says so. The exit status is 1 if anything that was checked is wrong. ``--simulate`` runs the same on the tests' PTX
+interpreter with tiny sizes: nothing it measures means anything, but all of it must work.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from ggufc.codegen import frontend
+from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_product import rows_argument
+from ggufc.codegen.lower import lower
+from ggufc.codegen.nvptx import describe, emit_ptx, roofline
+from ggufc.codegen.weights import q8_record, weight_format
+from ggufc.formats import cuda
+from ggufc.formats.abi import PARAMS
+from ggufc.formats.errors import GgufcError
+from ggufc.formats.ggml_types import row_bytes
+from ggufc.formats.gguf_writer import GGUFWriter
+from ggufc.profile import device_fill
+from ggufc.runtime.cuda import Device, on_device, open_device
+from ggufc.runtime.logits import run_case, session_options
+from ggufc.runtime.session import Session
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE_FACTOR = 3
+"""How much wider than the CPU's a device's tolerance is."""
+CASES = (
+    "llama-gqa-tied", "gemma3-7", "llama-moe", "quant-q4_k", "llama-fa-q8", "llama-cacheops", "qwen3moe-a", "deepseek2-v3-fa-mla1",
+    "gpt-oss-mxfp4", "glm-dsa-dense",
+)  # fmt: skip
+CHECKED, MEASURED = "checked", "measured"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What to measure: an output and input width, token counts, the prompt and decoding of the model, and the model's own shape."""
+
+    k: int = 4096
+    n: int = 28672
+    tokens: tuple[int, ...] = (1, 4, 16, 64, 512)
+    types: tuple[str, ...] = ("q4_k", "q6_k", "q8_0", "f16")
+    prompt: int = 512
+    decode: int = 64
+    copies: int = 4
+    buffer: int = 256 << 20
+    rounds: int = 10
+    model: dict[str, int] = field(
+        default_factory=lambda: {"embd": 4096, "ffn": 14336, "heads": 32, "groups": 8, "head": 128, "vocab": 128256}
+    )
+
+
+TINY = Sizes(256, 32, (1, 17), ("q8_0",), 3, 3, 2, 1 << 12, 2, {"embd": 256, "ffn": 256, "heads": 4, "groups": 2, "head": 64, "vocab": 64})
+
+
+@dataclass
+class Report:
+    """Rows of the table: (kind, what, result, seconds it took). ``wrong`` counts failed checks, ``end`` is when time is over."""
+
+    end: float
+    rows: list[tuple[str, str, str, float]] = field(default_factory=list)
+    wrong: int = 0
+
+    def run(self, kind: str, what: str, action: Callable[[], str | None]) -> None:
+        """One row; ``action`` returns the result, None for a check that holds, and raises for one that does not."""
+        began = time.perf_counter()
+        if time.monotonic() > self.end:
+            self.rows.append((kind, what, "left out: no time", 0.0))
+            return
+        try:
+            result = action() or "holds"
+        except Exception as error:  # the rest is worth having whatever this one runs into
+            self.wrong += 1
+            result = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.rows.append((kind, what, result, time.perf_counter() - began))
+        print(f"{what}: {result}", file=sys.stderr, flush=True)
+
+    def table(self) -> str:
+        lines = ["| kind | what | result | s |", "|---|---|---|---:|"]
+        return "\n".join([*lines, *(f"| {kind} | {what} | {result} | {took:.1f} |" for kind, what, result, took in self.rows)])
+
+
+# -- right -----------------------------------------------------------------------------------------------------------
+
+
+def golden(case: Path, device: Device, target: str, folder: Path) -> str:
+    """Every step of a golden case; the largest error in units of its tolerance."""
+    spec = json.loads((case / "case.json").read_text())
+    types = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
+    path = folder / f"{case.name}.ggufc"
+    compile_file(case / "model.gguf", path, CompileOptions(target=f"native,{target}", **types))
+    results = run_case(lambda o: Session(path, **session_options(o), executor=on_device(device)), spec, case)
+    worst = 0.0
+    for name in (step["name"] for step in spec["steps"] if "name" in step):
+        want = np.load(case / f"{name}.npy")
+        assert np.isfinite(results[name]).all(), f"step {name} has numbers that are not finite"
+        worst = max(worst, float((np.abs(results[name] - want) / (spec["atol"] + spec["rtol"] * np.abs(want))).max()))
+    assert worst <= DEVICE_FACTOR, f"{worst:.2f} times the CPU's tolerance, {DEVICE_FACTOR} are allowed"
+    return f"{worst:.3f} of the CPU's tolerance"
+
+
+def same_bits(path: Path, device: Device, n_tokens: int) -> None:
+    """A prompt at once, in pieces, token by token (recorded and replayed), and after a saved state."""
+    import io
+
+    tokens = np.random.default_rng(0).integers(0, 200, n_tokens)
+    with Session(path, n_ctx=256, executor=on_device(device)) as s:
+        whole = s.decode(tokens, logits="all")
+        for cuts in ([1, 2], list(range(1, n_tokens))):
+            s.reset()
+            parts = [s.decode(part, logits="all") for part in np.split(tokens, cuts)]
+            assert np.concatenate(parts).tobytes() == whole.tobytes(), f"cut at {cuts[:4]} the logits have other bits"
+        s.seq_rm(0, n_tokens // 2, -1)
+        blob = io.BytesIO()
+        s.state_save(blob, 0)
+        s.seq_rm(0)
+        s.state_load(blob.getvalue(), 0)
+        assert s.decode(tokens[n_tokens // 2 :], logits="all").tobytes() == whole[n_tokens // 2 :].tobytes(), (
+            "a restored state goes on otherwise"
+        )
+
+
+def offloaded(path: Path, device: Device, n_tokens: int) -> None:
+    """One layer on the device: near the CPU's logits; none: the CPU's bits."""
+    tokens = np.random.default_rng(1).integers(0, 200, n_tokens)
+
+    def logits(**options: Any) -> np.ndarray:
+        with Session(path, n_ctx=256, **options) as s:
+            return s.decode(tokens, logits="all")
+
+    cpu = logits()
+    assert logits(executor=on_device(device, n_gpu_layers=0)).tobytes() == cpu.tobytes(), "-ngl 0 has other bits than the CPU"
+    far = float(np.abs(logits(executor=on_device(device, n_gpu_layers=1)) - cpu).max() / np.abs(cpu).max())
+    assert far < 1e-2, f"-ngl 1 is {far:.1e} of the largest logit away from the CPU"
+
+
+# -- fast ------------------------------------------------------------------------------------------------------------
+
+
+def best_of(device: Device, rounds: int, action: Callable[[int], None]) -> float:
+    """Seconds of the fastest round."""
+    best = float("inf")
+    for i in range(rounds):
+        start = device.mark()
+        action(i)
+        stop = device.mark()
+        device.synchronize()
+        best = min(best, device.elapsed(start, stop) / 1e3)
+    return max(best, 1e-9)
+
+
+@contextmanager
+def buffers(device: Device, *sizes: int) -> Iterator[list[int]]:
+    held = []
+    try:
+        for size in sizes:
+            held.append(device.alloc(size))
+        yield held
+    finally:
+        for address in held:
+            device.free(address)
+
+
+def copies(device: Device, size: int) -> str:
+    pinned = device.host_array(size)
+    with buffers(device, size) as (address,):
+        there = best_of(device, 5, lambda _: device.send(address, pinned))
+        back = best_of(device, 5, lambda _: device.receive(address, pinned))
+    return f"{size / there / 1e9:.1f} GB/s to the device, {size / back / 1e9:.1f} from it (pinned)"
+
+
+def product(device: Device, target: str, dtype: str, tokens: int, sizes: Sizes) -> str:
+    """Time of one product, cycling through copies of the weights so that the second-level cache does not hold them."""
+    k, n = sizes.k, sizes.n
+    spec = MatMul(dtype, k, n, "none", False, "T")
+    module = device.load(emit_ptx([spec], target.removeprefix("cuda:")))
+    (entry,) = [e for e in describe(spec).entries if e.low <= tokens and (not e.high or tokens <= e.high)]
+    weight = weight_format(dtype).packed_bytes(k, n)
+    activation = 4 * k if dtype in ("f32", "f16", "bf16") else q8_record(k).stride
+    ldx = k if dtype in ("f32", "f16", "bf16") else activation
+    symbols = np.array([tokens if name == "T" else 0 for name in PARAMS], np.int64)
+    count = cuda.tiles(entry.grid, {"T": tokens})
+    function = device.function(module, entry.symbol)
+    with buffers(device, *[weight] * sizes.copies, tokens * activation, 4 * tokens * n, symbols.nbytes) as held:
+        *weights, x, y, params = held
+        for address, size in [*((w, weight) for w in weights), (x, tokens * activation)]:
+            device.fill(address, size)
+        device.upload(params, symbols)
+
+        def once(i: int) -> None:
+            words = [weights[i % len(weights)], x, y, ldx, n, 0, 0, 0, rows_argument("T")]
+            device.launch(function, min(count, cuda.MAX_GRID), entry.block, [*words, params, 0, 0, count])
+
+        seconds = best_of(device, sizes.rounds, once)
+    operations = 2.0 * k * n * tokens
+    machine = roofline.H200
+    rate = machine.f32 if dtype in ("f32", "f16", "bf16") else machine.tensor if tokens >= 17 else machine.dp4a
+    limit = max(weight / machine.bandwidth, operations / rate)
+    return (
+        f"{1e6 * seconds:.1f} us, {weight / seconds / 1e9:.0f} GB/s, {operations / seconds / 1e12:.1f} Top/s; "
+        f"{100 * limit / seconds:.0f} % of the roofline of {machine.name}"
+    )
+
+
+def write_model(path: Path, layers: int, shape: dict[str, int]) -> None:
+    """A llama of the given shape in the mixture of Q4_K_M (half of ``attn_v`` and ``ffn_down`` in Q6_K), all weights zero but their scales:
+    its time does not depend on them.
+    """
+    e, f, v, kv = shape["embd"], shape["ffn"], shape["vocab"], shape["groups"] * shape["head"]
+    with GGUFWriter(path) as writer:
+        writer.add("general.architecture", "llama")
+        for key, value in {
+            "block_count": layers, "context_length": 8192, "embedding_length": e, "feed_forward_length": f,
+            "attention.head_count": shape["heads"], "attention.head_count_kv": shape["groups"], "vocab_size": v,
+            "rope.dimension_count": shape["head"],
+        }.items():  # fmt: skip
+            writer.add(f"llama.{key}", value, "uint32")
+        writer.add("llama.rope.freq_base", 500000.0, "float32")
+        writer.add("llama.attention.layer_norm_rms_epsilon", 1e-5, "float32")
+
+        def matrix(name: str, k: int, n: int, dtype: str = "q4_k") -> None:
+            def rows() -> Iterator[np.ndarray]:
+                for at in range(0, n, 1024):
+                    yield np.zeros(min(1024, n - at) * row_bytes(dtype, k), np.uint8)
+
+            writer.add_tensor(name, (k, n), dtype, rows)
+
+        def vector(name: str, k: int) -> None:
+            writer.add_tensor(name, (k,), "f32", np.ones(k, np.float32))
+
+        matrix("token_embd.weight", e, v)
+        matrix("output.weight", e, v, "q6_k")
+        vector("output_norm.weight", e)
+        for i in range(layers):
+            better = "q6_k" if i % 2 else "q4_k"
+            vector(f"blk.{i}.attn_norm.weight", e)
+            vector(f"blk.{i}.ffn_norm.weight", e)
+            for name, k, n, dtype in (
+                ("attn_q", e, shape["heads"] * shape["head"], "q4_k"), ("attn_k", e, kv, "q4_k"), ("attn_v", e, kv, better),
+                ("attn_output", shape["heads"] * shape["head"], e, "q4_k"), ("ffn_gate", e, f, "q4_k"), ("ffn_up", e, f, "q4_k"),
+                ("ffn_down", f, e, better),
+            ):  # fmt: skip
+                matrix(f"blk.{i}.{name}.weight", k, n, dtype)
+        writer.finish()
+
+
+def expected(source: Path, tokens: int, context: int) -> float:
+    """Seconds of a micro-batch by the performance model, for an H200."""
+    options = CompileOptions()
+    with frontend.open_model(source) as (_, model):
+        graph = frontend.build_graph(model, options, "eval")
+        frontend.run_passes(graph, options)
+        schedule = lower(graph, "eval")[0]
+    return sum(share.seconds for share in roofline.estimate(schedule, roofline.H200, tokens, context))
+
+
+def timings(source: Path, path: Path, device: Device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(what, measurement) of prompts and decoding of one model, with recordings and without."""
+
+    def session() -> Session:
+        return Session(
+            path, n_ctx=sizes.prompt + sizes.decode + 256, n_batch=sizes.prompt, n_ubatch=sizes.prompt, executor=on_device(device)
+        )
+
+    def prompt() -> str:
+        tokens = np.ones(sizes.prompt, np.int32)
+        with session() as s:
+            best = float("inf")
+            for _ in range(4):
+                s.seq_rm(-1)
+                began = time.perf_counter()
+                s.decode(tokens)
+                best = min(best, time.perf_counter() - began)
+        limit = expected(source, sizes.prompt, sizes.prompt)
+        return f"{sizes.prompt / best:.0f} tokens/s, {1e3 * best:.2f} ms; roofline {1e3 * limit:.2f} ms, {100 * limit / best:.0f} %"
+
+    def decode(recorded: bool) -> str:
+        usable, device.graphs = device.graphs, device.graphs and recorded
+        try:
+            with session() as s:
+                s.decode_view([1])
+                s.decode_view([1])
+                began = time.perf_counter()
+                for _ in range(sizes.decode):
+                    s.decode_view([1])
+                each = (time.perf_counter() - began) / sizes.decode
+                counts = s.executor.recordings  # type: ignore[attr-defined]
+        finally:
+            device.graphs = usable
+        limit = expected(source, 1, sizes.decode)
+        return (
+            f"{1 / each:.1f} tokens/s, {1e3 * each:.3f} ms; roofline {1e3 * limit:.3f} ms, {100 * limit / each:.0f} % "
+            f"({counts.recorded} recordings, {counts.replayed} replays)"
+        )
+
+    yield f"prompt of {sizes.prompt}", prompt
+    yield "decoding, recorded", lambda: decode(True)
+    yield "decoding, call by call", lambda: decode(False)
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+
+def measure(device: Device, report: Report, sizes: Sizes, cases: list[Path], model: Path | None, layers: int, folder: Path) -> None:
+    """Fill the report."""
+    name = cuda.newest_for(device.capability)
+    target = f"cuda:{name}"
+    free = device.free_memory() / 2**30
+    report.run(MEASURED, "device", lambda: f"{device.name}, sm_{device.capability}, {free:.0f} GiB free, code for {name}")
+    for case in cases:
+        report.run(CHECKED, f"golden {case.name}", lambda case=case: golden(case, device, target, folder))  # type: ignore[misc]
+    first = folder / f"{cases[0].name}.ggufc" if cases else None
+    if first is not None:
+        n_tokens = 100 if sizes.prompt > 100 else 6
+        report.run(CHECKED, "bits of a text in one piece, in many, and restored", lambda: same_bits(first, device, n_tokens))
+        report.run(CHECKED, "offload by layers", lambda: offloaded(first, device, n_tokens))
+    report.run(MEASURED, "memory", lambda: f"filled at {device_fill(device, sizes.buffer) / 1e9:.0f} GB/s")
+    report.run(MEASURED, "copies", lambda: copies(device, sizes.buffer))
+    for dtype in sizes.types:
+        for tokens in sizes.tokens:
+            what = f"{dtype} {sizes.n}x{sizes.k}, {tokens} tokens"
+            report.run(MEASURED, what, lambda d=dtype, t=tokens: product(device, target, d, t, sizes))  # type: ignore[misc]
+    source, words = model, str(model)
+    if source is None and layers:
+        source, words = folder / "made-up.gguf", f"{layers} layers shaped like Llama 3.1 8B"
+        report.run(MEASURED, f"write {words}", lambda: write_model(folder / "made-up.gguf", layers, sizes.model) or "done")
+    if source is not None and source.exists():
+        path = folder / "timed.ggufc"
+        report.run(
+            MEASURED,
+            f"compile {words}",
+            lambda: f"{compile_file(source, path, CompileOptions(target=f'native,{target}')).launches} launches",
+        )
+        for what, action in timings(source, path, device, sizes) if path.exists() else ():
+            report.run(MEASURED, what, action)
+
+
+def golden_folder(given: Path | None) -> Path:
+    return given if given is not None else ROOT / "tests" / "golden"
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--golden", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Golden cases [default: tests/golden]."
+)
+@click.option("--case", "names", multiple=True, help="Only these cases.")
+@click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A .gguf file instead of the made-up model.")
+@click.option("--layers", type=click.IntRange(0), default=4, show_default=True, help="Layers of the made-up model; 0: none.")
+@click.option("--minutes", type=float, default=9.0, show_default=True, help="Nothing begins after this time.")
+@click.option("--device", "index", type=click.IntRange(0), default=0, show_default=True, help="Which GPU.")
+@click.option("--binding", default="auto", show_default=True, help="auto, pycuda or library.")
+@click.option("--simulate", is_flag=True, help="On the tests' interpreter, with tiny sizes.")
+def main(
+    folder: Path | None, names: tuple[str, ...], model: Path | None, layers: int, minutes: float, index: int, binding: str, simulate: bool
+) -> None:
+    report = Report(time.monotonic() + 60 * minutes)
+    cases = [case for name in names or CASES if (case := golden_folder(folder) / name).is_dir()]
+    with tempfile.TemporaryDirectory() as work:
+        if simulate:
+            sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+            from simt_device import SimtDevice
+
+            measure(SimtDevice(races=False), report, TINY, cases, model, min(layers, 1), Path(work))
+        else:
+            try:
+                with open_device(index, binding) as device:
+                    measure(device, report, Sizes(), cases, model, layers, Path(work))
+            except GgufcError as error:
+                raise click.ClickException(str(error)) from None
+    click.echo(report.table())
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
