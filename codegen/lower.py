@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.keep import expose
-from ggufc.codegen.kernels import attention_cpu, cache, get_rows, matmul_id, quantize
-from ggufc.codegen.kernels.matmul_product import rows_argument
+from ggufc.codegen.kernels import attention_cpu, cache, get_rows, quantize
+from ggufc.codegen.lower_experts import emit_experts, match_gated_experts
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.lower_hyper import HYPER_MATCHERS
-from ggufc.codegen.lower_operands import item_bytes, refuse_holes, rope_table
+from ggufc.codegen.lower_operands import item_bytes, rope_table
 from ggufc.codegen.lower_routing import ROUTING_MATCHERS
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, input_spec, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
@@ -72,7 +72,7 @@ class Lowering:
         for node in self.graph.nodes:
             if node in self.claimed:
                 continue
-            for matcher in (*MATCHERS, *HYPER_MATCHERS, *ROUTING_MATCHERS):
+            for matcher in (*MATCHERS, match_gated_experts, *HYPER_MATCHERS, *ROUTING_MATCHERS):
                 fusion = matcher(self, node)
                 if fusion is not None:
                     self.anchors[fusion.anchor] = fusion
@@ -180,7 +180,10 @@ class Lowering:
         elif kind == "set_rows":
             self._set_rows(node)
         elif kind == "mul_mat_id":
-            self._mul_mat_id(node)
+            if node.operands[0].op.name == "weight":
+                emit_experts(self, node, node)
+            else:
+                lower_generic(self, node)
         else:
             lower_generic(self, node)
 
@@ -253,30 +256,6 @@ class Lowering:
         spec = cache.StoreRows(fixed(target.ne[0]), target.dtype)
         sym, mult = rows_grid([count])
         self.emit(Step(spec, (at, integer(ld), self.root_ref(target), self.ref(slots)[0]), (2,), node.name, sym, 1, mult))
-
-    def _mul_mat_id(self, node: Node) -> None:
-        experts, x, ids = node.operands
-        if experts.op.name != "weight":
-            lower_generic(self, node)
-            return
-        refuse_holes(node, ids)
-        k, n, n_expert = (fixed(d) for d in experts.ne)
-        used = fixed(node.ne[1])
-        mode = activation_mode(experts.dtype)
-        broadcast = x.type.ne4[1] == 1
-        if mode == "f32":
-            at, _, _ = self.rows(x)
-        else:
-            at = self.rounded_rows(x, mode)
-        sym, mult = rows_grid([node.type.ne4[2]])
-        if sym and mult != 1:
-            raise CodegenError(f"node {node.name!r}: products over {node.type.ne4[2]} rows are not supported")
-        spec = matmul_id.MatMulId(experts.dtype, k, n, n_expert, used, bool(broadcast), sym or str(mult))
-        tiles = matmul_id.tiles(spec) * (1 if sym else -(-mult // matmul_id.TOKENS))
-        out = self.result(node)
-        weight = self.weights.request(experts, "packed")
-        args = (Ref("weight", weight.name), at, out, self.ref(ids)[0], integer(rows_argument(spec.rows)))
-        self.emit(Step(spec, args, (2,), node.name, sym, matmul_id.TOKENS, tiles, flops=form(product(node.type.ne), 2 * k)))
 
 
 def lower(graph: Graph, name: str = "eval", keep_values: bool = False) -> tuple[Schedule, WeightPlan]:

@@ -12,9 +12,8 @@ from typing import ClassVar
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter, Value
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.matmul_id import MatMulId
-from ggufc.codegen.kernels.matmul_product import product, row_count, store_existing
+from ggufc.codegen.kernels.matmul_product import gated, product, row_count, store_existing
 from ggufc.codegen.kernels.matmul_tokens import Tokens
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
@@ -134,10 +133,7 @@ class _MatMulEmitter:
     def _finish(self, unit: Value, part: Value, t: Value, results: list[list[Value]]) -> None:
         """Gate, bias, residual, and the rows that exist."""
         e, b, spec = self.e, self.e.b, self.spec
-        values = results[0]
-        if spec.is_glu:
-            act = vmath.silu if spec.epilogue == "silu_glu" else vmath.gelu
-            values = [b.fmul(act(e, gate), up) for gate, up in zip(*results)]
+        values = gated(e, spec.epilogue, results)
         row = b.add(b.mul(unit, e.i64(ROWS)), b.mul(part, e.i64(e.target.lanes)))
 
         def store(row: Value, v: Value, i: int) -> None:

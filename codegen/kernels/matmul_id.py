@@ -9,7 +9,8 @@ from llvmlite import ir
 
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import I32, I64, Emitter, Value
-from ggufc.codegen.kernels.matmul_product import product, row_count, store_existing
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels.matmul_product import gated, product, row_count, store_existing
 from ggufc.codegen.kernels.matmul_tokens import Tokens
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
@@ -24,6 +25,9 @@ _BATCH = 256
 @dataclass(frozen=True)
 class MatMulId:
     """y[n, u, t] = W[ids[u, t]] x[u or 0, t]; ``ids`` i32 [n_used, rows], W ``n_expert`` repacked matrices one after the other.
+
+    With the epilogue ``silu_glu`` or ``gelu_glu`` W holds the gates, ``up`` as many matrices of the same shape, and y is act(gate) * up:
+    activations are read once for both. ``pitch``: rows from an expert's matrix to the next one's, ``n`` if 0.
 
     ``rows`` is the symbol of the token count (``T``, ``O``) or a number; the argument ``rows`` tells it to the code. ``x``: q8 records (or
     contiguous f32 rows for float formats), one per token with ``broadcast_x``, else one per (u, t).
@@ -41,11 +45,29 @@ class MatMulId:
     n_used: int
     broadcast_x: bool
     rows: str = "T"
+    epilogue: str = "none"
+    pitch: int = 0
 
-    arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ids", "rows")
+    arg_names: ClassVar[tuple[str, ...]] = ("w", "x", "y", "ids", "rows", "up")
 
     def __post_init__(self) -> None:
         weight_format(self.format).check_k(self.k)
+        if self.epilogue not in ("none", "silu_glu", "gelu_glu"):
+            raise CodegenError(f"a product with experts cannot end with {self.epilogue!r}; known are none, silu_glu and gelu_glu")
+
+    @property
+    def is_glu(self) -> bool:
+        return self.epilogue != "none"
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes from an expert's matrix to the next one's."""
+        return weight_format(self.format).packed_bytes(self.k, self.pitch or self.n)
+
+    @property
+    def unit(self) -> int:
+        """Matrices that are multiplied together: gate and up, or one."""
+        return 2 if self.is_glu else 1
 
     @property
     def code(self) -> MatMulId:
@@ -64,7 +86,7 @@ def _groups(spec: MatMulId) -> int:
 
 
 def _groups_per_tile(spec: MatMulId) -> int:
-    return max(1, -(-_TILE_BYTES // weight_format(spec.format).group_bytes(spec.k)))
+    return max(1, -(-_TILE_BYTES // (spec.unit * weight_format(spec.format).group_bytes(spec.k))))
 
 
 def _row_blocks(spec: MatMulId) -> int:
@@ -78,7 +100,7 @@ def tiles(spec: MatMulId) -> int:
 
 def _listed(spec: MatMulId, target: Target) -> int:
     """Where in scratch the list of positions begins."""
-    return product(spec.format, spec.k, target).scratch_bytes(1)
+    return product(spec.format, spec.k, target).scratch_bytes(spec.unit)
 
 
 class _MatMulIdEmitter:
@@ -89,6 +111,7 @@ class _MatMulIdEmitter:
         self.product = product(spec.format, spec.k, e.target)
         self.format = weight_format(spec.format)
         self.w, self.x, self.y, self.ids = (e.arg_ptr(i) for i in range(4))
+        self.matrices = [self.w, e.arg_ptr(5)] if spec.is_glu else [self.w]
         self.chosen = e.gep(e.scratch, _listed(spec, e.target))
         self.count = e.var(I64)
 
@@ -106,8 +129,8 @@ class _MatMulIdEmitter:
         with e.for_range(begin, end, name="position") as position:
             expert = e.load(I32, e.at(self.ids, position, 4))
             with e.if_(b.not_(self._occurs_before(position, expert))):
-                matrix = e.at(self.w, e.sext64(expert), self.format.packed_bytes(spec.k, spec.n))
-                self._expert(matrix, expert, position, total, first, last)
+                matrices = [e.at(m, e.sext64(expert), spec.expert_bytes) for m in self.matrices]
+                self._expert(matrices, expert, position, total, first, last)
         e.ret()
 
     # -- who chose an expert -----------------------------------------------------------------------------------------
@@ -128,7 +151,7 @@ class _MatMulIdEmitter:
             at.set(b.add(at.get(), e.i64(e.target.lanes)))
         return b.icmp_unsigned("!=", found.get(), e.i64(0))
 
-    def _expert(self, matrix: Value, expert: Value, position: Value, total: Value, first: Value, last: Value) -> None:
+    def _expert(self, matrices: list[Value], expert: Value, position: Value, total: Value, first: Value, last: Value) -> None:
         """Rows ``first`` to ``last`` (in groups) of one expert for every position that names it."""
         e, b, lanes = self.e, self.e.b, self.e.target.lanes
         at = e.var(I64, position)
@@ -141,7 +164,7 @@ class _MatMulIdEmitter:
                 self._append(at.get(), self._equal(at.get(), total, expert))
                 at.set(b.add(at.get(), e.i64(lanes)))
             with e.if_(b.icmp_signed(">", self.count.get(), e.i64(0))), e.for_range(first, last, name="group") as g:
-                self._group(e.at(matrix, g, self.format.group_bytes(self.spec.k)), g)
+                self._group([e.at(m, g, self.format.group_bytes(self.spec.k)) for m in matrices], g)
 
     def _append(self, at: Value, bits: Value) -> None:
         """Add the positions of the set bits to the list."""
@@ -157,7 +180,7 @@ class _MatMulIdEmitter:
 
     # -- products ----------------------------------------------------------------------------------------------------
 
-    def _group(self, group: Value, g: Value) -> None:
+    def _group(self, groups: list[Value], g: Value) -> None:
         e, b, spec = self.e, self.e.b, self.spec
 
         def position(t: Value, i: int) -> Value:
@@ -169,8 +192,9 @@ class _MatMulIdEmitter:
             return [e.at(self.x, s, self.product.row_bytes()) for s in sources]
 
         def done(part: Value, t: Value, results: list[list[Value]]) -> None:
+            values = gated(e, spec.epilogue, results)
             first = b.add(b.mul(g, e.i64(ROWS)), b.mul(part, e.i64(e.target.lanes)))
-            outs = [e.at(self.y, position(t, i), 4 * spec.n) for i in range(len(results[0]))]
-            store_existing(e, first, spec.n, results[0], lambda row, v, i: e.store(v, e.at(outs[i], row, 4)))
+            outs = [e.at(self.y, position(t, i), 4 * spec.n) for i in range(len(values))]
+            store_existing(e, first, spec.n, values, lambda row, v, i: e.store(v, e.at(outs[i], row, 4)))
 
-        self.product.run(e, [group], Tokens(e.i64(0), self.count.get(), rows), done)
+        self.product.run(e, groups, Tokens(e.i64(0), self.count.get(), rows), done)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, I64, Emitter, Value
+from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.matmul_amx import TileProduct
 from ggufc.codegen.kernels.matmul_float import FloatProduct
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
@@ -60,6 +61,14 @@ def row_count(e: Emitter, argument: int) -> Value:
     fixed = b.icmp_signed("<", told, e.i64(0))
     at = e.at(e.args[1], b.select(fixed, e.i64(0), told), 8)
     return b.select(fixed, b.neg(told), e.load(I64, at))
+
+
+def gated(e: Emitter, epilogue: str, results: Sequence[Sequence[Value]]) -> list[Value]:
+    """act(gate) * up of the results of two groups where the epilogue is ``silu_glu`` or ``gelu_glu``; else those of the first."""
+    if not epilogue.endswith("_glu"):
+        return list(results[0])
+    act = vmath.silu if epilogue == "silu_glu" else vmath.gelu
+    return [e.b.fmul(act(e, gate), up) for gate, up in zip(*results)]
 
 
 def store_existing(e: Emitter, row: Value, n: int, values: Sequence[Value], store: Callable[[Value, Value, int], None]) -> None:

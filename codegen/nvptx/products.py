@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ggufc.codegen.emitter import F32, I32, Value
-from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.matmul_id import MatMulId
+from ggufc.codegen.kernels.matmul_product import gated
 from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.codegen.weights.base import ROWS, WeightFormat
 from ggufc.codegen.weights.floats import FloatFormat
@@ -195,11 +195,7 @@ class Finish:
 
     def __call__(self, row: Value, token: Value, sums: Sequence[Value]) -> None:
         e, b, spec = self.e, self.e.b, self.spec
-        if spec.is_glu:
-            act = vmath.silu if spec.epilogue == "silu_glu" else vmath.gelu
-            v = b.fmul(act(e, sums[0]), sums[1])
-        else:
-            v = sums[0]
+        (v,) = gated(e, spec.epilogue, [[s] for s in sums])
         if spec.bias:
             v = b.fadd(v, e.load(F32, e.at(e.arg_ptr(7), row, 4)))
         if spec.epilogue == "add":
@@ -277,19 +273,21 @@ def matmul_id(spec: MatMulId) -> Form:
 
     def body(e: PtxEmitter) -> None:
         b = e.b
-        product = VectorProduct(e, spec.format, spec.k, 1, 1)
+        product = VectorProduct(e, spec.format, spec.k, spec.unit, 1)
         floats = isinstance(product.format, FloatFormat)
         stride = 4 * spec.k if floats else q8_record(spec.k).stride
         e.begin_tiles()
         g = b.urem(e.tile, e.i64(groups))
         row = b.udiv(e.tile, e.i64(groups))  # token * n_used + chosen
         expert = e.sext64(e.load(I32, e.at(e.arg_ptr(3), row, 4)))
-        matrix = e.at(e.arg_ptr(0), expert, product.format.packed_bytes(spec.k, spec.n))
+        matrices = [e.at(e.arg_ptr(i), expert, spec.expert_bytes) for i in ((0, 5) if spec.is_glu else (0,))]
         source = b.udiv(row, e.i64(spec.n_used)) if spec.broadcast_x else row
-        product.add_up([e.at(matrix, g, product.format.group_bytes(spec.k))], [e.at(e.arg_ptr(1), source, stride)])
+        size = product.format.group_bytes(spec.k)
+        product.add_up([e.at(matrix, g, size) for matrix in matrices], [e.at(e.arg_ptr(1), source, stride)])
         with product.results() as (lane, _, sums):
             out = b.add(b.mul(g, e.i64(ROWS)), lane)
             with e.if_(b.icmp_signed("<", out, e.i64(spec.n))):
-                e.store(sums[0], e.at(e.at(e.arg_ptr(2), row, 4 * spec.n), out, 4))
+                (v,) = gated(e, spec.epilogue, [[s] for s in sums])
+                e.store(v, e.at(e.at(e.arg_ptr(2), row, 4 * spec.n), out, 4))
 
     return Form((Entry(symbol(spec) + "_1", _threads(spec.format, spec.k), body, grid=rows_factor(spec.rows, 1, spec.n_used * groups)),))

@@ -62,6 +62,27 @@ def test_bits_are_those_of_a_dense_product(name, broadcast, target):
         assert choose(name, x, ids, target, broadcast).tobytes() == dense(name, x, ids, target, broadcast).tobytes()
 
 
+@pytest.mark.parametrize("target", LEVELS)
+@pytest.mark.parametrize(("name", "merged"), [("q5_k", False), ("iq4_nl", True), ("f16", True)])
+def test_gate_and_up_in_one_launch(name, merged, target):
+    """Two tensors, or one whose matrices hold the rows of both: the bits are those of a dense gated product."""
+    rng = np.random.default_rng(6)
+    n, tokens = 32, 21
+    gate, up = ([weight_rows(name, K, n, seed=seed + i) for i in range(EXPERTS)] for seed in (30, 40))
+    both = [np.concatenate(pair) for pair in zip(gate, up)]
+    first = np.concatenate([packed(name, w, K) for w in (both if merged else gate)])
+    second = first[packed(name, gate[0], K).size :] if merged else np.concatenate([packed(name, w, K) for w in up])
+    x, ids = rng.standard_normal((tokens, K)).astype(np.float32), choices(tokens, rng)
+    spec = MatMulId(name, K, n, EXPERTS, USED, True, epilogue="silu_glu", pitch=2 * n if merged else 0)
+    y = np.full((tokens, USED, n), np.nan, np.float32)
+    args = [first, records(x, weight_format(name).mode), y, ids, rows_argument("T"), second]
+    y = run(spec, target, args, tiles(spec) * -(-tokens // TOKENS), loaded=loaded(spec, target), T=tokens)[2]
+    dense = MatMul(name, K, 2 * n, "silu_glu", False, "T")
+    pairs = [np.stack([g.reshape(-1, 16, g.shape[1]), u.reshape(-1, 16, u.shape[1])], 1).reshape(2 * n, -1) for g, u in zip(gate, up)]
+    every = np.stack([multiply(dense, target, packed(name, pair, K), x) for pair in pairs])
+    assert y.tobytes() == every[ids, np.arange(tokens)[:, None]].tobytes()
+
+
 @pytest.mark.parametrize("cut", [1, 3, 8, 17])
 def test_bits_do_not_depend_on_how_a_batch_is_cut(cut):
     """Many tokens per expert (weights are unpacked to scratch, and gathered in several batches) against pieces of the batch."""

@@ -145,6 +145,19 @@ def test_chosen_experts(name, broadcast):
         assert close(got[i : i + 1], product(name, raw[expert], k, row))
 
 
+def test_gated_experts():
+    name, k, n, experts, used, tokens = "q4_k", 256, 32, 3, 2, 3
+    gate, up = ([weight_rows(name, k, n, seed + i) for i in range(experts)] for seed in (0, 9))
+    first, second = (np.concatenate([packed(name, r, k) for r in rows]) for rows in (gate, up))
+    ids = np.array([[2, 0], [1, 1], [0, 2]], np.int32)
+    x, y = activations(tokens, k), np.full((tokens * used, n), np.nan, np.float32)
+    spec = MatMulId(name, k, n, experts, used, True, epilogue="silu_glu")
+    got = run(spec, [first, records(x, activation_mode(name)), y, ids, 0, second], [2], 1, T=tokens)[2]
+    for i, expert in enumerate(ids.reshape(-1)):
+        g, u = (product(name, rows[expert], k, x[i // used][None]) for rows in (gate, up))
+        assert close(got[i : i + 1], g / (1 + np.exp(-g)) * u)
+
+
 def test_float_types_are_known():
     assert {t for t in TYPES if isinstance(weight_format(t), FloatFormat)} == {"f32", "f16", "bf16"}
 
