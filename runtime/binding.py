@@ -22,6 +22,7 @@ from .artifact import Artifact
 from .caches import Caches
 from .errors import RuntimeRefusal
 from .memory import ALIGNMENT, align
+from .rows import of_cells
 from .state_inputs import input_values, symbols
 from .windows import REDIRECTED, SUFFIX, redirected
 
@@ -198,6 +199,7 @@ class Binding:
         kernel's first load. ``windowed``: caches that are compacted.
         """
         flat: list[int] = []
+        apart = {cache.name for cache in self.artifact.manifest.caches if not of_cells(cache)}
         self._first_arg = []
         for index, launch in enumerate(self.program.launches):
             wait = index if launch.wait < 0 else launch.wait
@@ -208,7 +210,7 @@ class Binding:
             if index not in self.own:
                 flat.extend([0] * len(launch.args))
                 continue
-            compacted = bool(windowed) and redirected(self.program, launch, windowed, self.input_specs)
+            compacted = bool(windowed) and redirected(self.program, launch, windowed, self.input_specs, apart)
             for arg in launch.args:
                 flat.append(self._resolve(self._redirect(arg) if compacted else arg, index))
         return flat

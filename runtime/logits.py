@@ -23,7 +23,7 @@ _OPTION_WORDS = (
 OPTIONS = frozenset(_OPTION_WORDS.split())
 """Options a case may have. ``fa``, ``mla`` and ``fidx`` choose among ways of computing the same thing; this engine has its own."""
 
-_LATER_OPTIONS = ("swa_compress", "mtp", "mtp_heads", "cross_ctx", "dspark")
+_LATER_OPTIONS = ("mtp", "mtp_heads", "cross_ctx", "dspark")
 
 _FIELDS: dict[str, tuple[str, ...]] = {
     "decode": ("tokens",),
@@ -51,6 +51,8 @@ def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {names[key]: int(value) for key, value in options.items() if key in names}
     if "graph_reuse" in options:
         found["graph_reuse"] = bool(int(options["graph_reuse"]))
+    if int(options.get("swa_compress", 0)):
+        found["compact_windows"] = True
     return found
 
 

@@ -97,8 +97,6 @@ class Session:
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
             chosen = programs.choose(self.artifact, first, self.sizes)
             self.states = SequenceStates(manifest.caches, pad(self.n_ctx), n_seq_max)
-            if self.states and compact_windows:
-                raise RuntimeRefusal("this model keeps state per sequence, which is for caches of full length; leave out compact_windows")
             self._make_executor = executor
             extra = {"window_rows": rows} if (rows := self._compacted(executor) if compact_windows else 0) else {}
             self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)

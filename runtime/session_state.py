@@ -177,21 +177,17 @@ def _load_partial(session: Session, source: Source, seq: int) -> int:
     if known != blob.tokens[: len(known)]:
         raise RuntimeRefusal(f"{source.name}: the partial state was saved after other tokens than sequence {seq} holds; load a full state")
     windows = session.window_rows
-    if blob.states is not None:
-        # What a cut alone would leave behind comes from the blob, so the sequence may be cut anywhere.
-        cells.seq_rm(seq, blob.last + 1, -1)
-        session.history.removed(seq, blob.last + 1, -1)
-        _restore_states(session, source, blob, seq)
-        session.restored(seq, session.history.tokens(seq))
-        return kept
-    if windows is None:
+    if blob.states is None and windows is None:
         session.seq_rm(seq, blob.last + 1, -1)
         return kept
-    # Rows that were given away since are in the blob, so the sequence may be cut anywhere.
+    # What a cut alone would leave behind, and rows that were given away since, come from the blob: it may be cut anywhere.
     cells.seq_rm(seq, blob.last + 1, -1)
     session.history.removed(seq, blob.last + 1, -1)
     try:
-        state_load.restore(source, blob, np.empty(0, np.int32), store, windows.restored(cells.list_of(seq).cells, blob.live))
+        if windows is not None:
+            state_load.restore(source, blob, np.empty(0, np.int32), store, windows.restored(cells.list_of(seq).cells, blob.live))
+        if blob.states is not None:
+            _restore_states(session, source, blob, seq)
     except BaseException:
         session.seq_rm(seq)
         raise

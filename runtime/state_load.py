@@ -271,7 +271,8 @@ def parse_sequence(
         return Blob(tokens, partial=True, last=last, n_cells=n, states=reader.states)
     live = reader.compacted(source.u32("the marker of window caches"))
     reader.check_live(live, n)
-    return Blob(tokens, sections=reader.sections(None, live), partial=True, last=last, n_cells=n, live=live)
+    sections = reader.sections(None, live)
+    return Blob(tokens, sections=sections, partial=True, last=last, n_cells=n, live=live, states=reader.states)
 
 
 def restore(source: Source, blob: Blob, where: np.ndarray, store: Store, rows_of_windows: np.ndarray | None = None) -> None:

@@ -13,7 +13,7 @@ One sequence only, evaluated from its end on: a row that was given away cannot c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -45,12 +45,15 @@ def compacted_rows(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_s
     return rows_for(caches, n_cells, n_ubatch, pad)
 
 
-def redirected(program: fmt.Program, launch: fmt.Launch, windowed: set[str], inputs: dict[str, fmt.Input]) -> bool:
+def redirected(
+    program: fmt.Program, launch: fmt.Launch, windowed: set[str], inputs: dict[str, fmt.Input], apart: Container[str] = ()
+) -> bool:
     """Whether a launch works on compacted caches, so that it reads the inputs named with ``SUFFIX``.
 
-    RuntimeRefusal if it reads a cache otherwise than through slots and lists, or reads both kinds of cache.
+    ``apart``: resources whose rows are not cells; they have lists of their own. RuntimeRefusal if a launch reads a cache otherwise than
+    through slots and lists, or reads both kinds of cache.
     """
-    caches = {arg.name for arg in launch.args if arg.kind == "cache"}
+    caches = {arg.name for arg in launch.args if arg.kind == "cache" and arg.name not in apart}
     if not caches & windowed:
         return False
     kinds = {inputs[arg.name].kind: inputs[arg.name] for arg in launch.args if arg.kind == "input" and arg.name in inputs}

@@ -30,8 +30,8 @@ PREFIXES = (
 WITHOUT_LOGITS = ("openpangu-chat",)
 """Cases about text alone."""
 
-LATER = ("glm-dsa-mtp", "openpangu-nextn1", "openpangu-nextn3", "openpangu-swa-compress")
-"""Cases that ``ggufc logits`` refuses by name: layers that predict further ahead, compacted caches of unfused attention."""
+LATER = ("glm-dsa-mtp", "openpangu-nextn1", "openpangu-nextn3")
+"""Cases that ``ggufc logits`` refuses by name: layers that predict further ahead."""
 CASES = [case for case in golden_cases(*PREFIXES) if case.name not in (*LATER, *WITHOUT_LOGITS)]
 
 
