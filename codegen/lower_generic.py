@@ -10,14 +10,14 @@ from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, 
 from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
-from ggufc.codegen.lower_operands import Emit, contiguous_copy, launch, refuse_holes, rope_table, strided
+from ggufc.codegen.lower_operands import Emit, contiguous_copy, item_bytes, launch, refuse_holes, rope_table, strided
 from ggufc.codegen.lower_routing import ROUTING_OPERANDS, ROUTING_RULES
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.lower_stacked import stacked_product
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
-from ggufc.ir.dims import product
+from ggufc.ir.dims import Dim, product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import contiguous_nb, layout
 
@@ -74,6 +74,26 @@ def _copy(low: Lowering, node: Node) -> None:
     at, source = strided(low, node.operands[0])
     spec = elementwise.Copy(source, contiguous(node.dtype, node.ne))
     launch(low, spec, (at, low.result(node)), (1,), node)
+
+
+def _cpy(low: Lowering, node: Node) -> None:
+    """A write into a cache at a fixed offset, or from row ``head`` on: then the argument moves by the fixup that ``cache-fixups`` found."""
+    source, target = node.operands
+    where = layout(target)
+    cache, dtype = low.root_ref(where.root), where.root.dtype
+    at, a = strided(low, source)
+    if a.ne != target.type.ne4:
+        raise CodegenError(f"node {node.name!r}: a copy of {source.type} into {target.type} has no kernel; shapes must be equal")
+    offset, fixup = where.offset, None
+    if isinstance(offset, Dim):
+        slot = next((slot for slot in low.graph.analysis.get("cache-fixups", ()) if slot["node"] == node.name), None)
+        if slot is None:
+            raise CodegenError(f"node {node.name!r} writes at the moving offset {offset}, but has no fixup; add cache-fixups to the passes")
+        if any(slot["offset"].values()):
+            raise CodegenError(f"node {node.name!r}: a write that begins {slot['offset']} bytes after row head has no kernel")
+        offset, fixup = 0, (1, slot["cache"], slot["step"])
+    spec = elementwise.Copy(a, Strided(dtype, where.ne, where.nb))
+    launch(low, spec, (at, cache.at(offset * item_bytes(where.root)) if offset else cache), (1,), node, fixup=fixup)
 
 
 def _concat(low: Lowering, node: Node) -> None:
@@ -246,6 +266,7 @@ RULES: dict[str, Emit] = {
     "cast": _copy,
     "repeat": _copy,
     "concat": _concat,
+    "cpy": _cpy,
     "soft_max": _soft_max,
     "sum_rows": _two(lambda a, out, node: softmax.SumRows(a, out)),
     "argsort": _two(lambda a, out, node: select.TopK(a, a.ne[0], node.attrs["order"])),
@@ -261,8 +282,6 @@ RULES: dict[str, Emit] = {
 }
 """Operator name -> how it is emitted."""
 
-OPERANDS = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "glu", "concat", "get_rows", "kq_mask", "rms_norm_mul", "rope_apply", "mul_mat"), 2),
-    **dict.fromkeys(("soft_max", "rope"), 3),
-}
+_TWO = ("add", "sub", "mul", "div", "glu", "concat", "cpy", "get_rows", "kq_mask", "rms_norm_mul", "rope_apply", "mul_mat")
+OPERANDS = {**dict.fromkeys(_TWO, 2), **dict.fromkeys(("soft_max", "rope"), 3)}
 """Operands that the rules of more than one operand know about: a node with others must not lose them silently."""

@@ -99,14 +99,17 @@ def launch(
     node: Node,
     inplace: tuple[int, int] | None = None,
     moved: IntDim | None = None,
+    fixup: tuple[int, str, int] | None = None,
 ) -> None:
-    """One launch over ``spec.grid()``; ``moved``: bytes read and written, by default one value in and one out per element."""
+    """One launch over ``spec.grid()``; ``moved``: bytes read and written, by default one value in and one out per element; ``fixup``: as in
+    ``Step``.
+    """
     unknown = node.type.symbols.difference(PARAMS)
     if unknown:
         raise CodegenError(f"node {node.name!r}: sizes with the symbol {min(unknown)} have no kernel; known are {', '.join(PARAMS)}")
     grid: Grid = spec.grid()
     traffic = form(node.type.numel * 8 if moved is None else moved)
-    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=traffic, inplace=inplace))
+    low.emit(Step(spec, args, writes, node.name, grid.sym or "", grid.div, grid.mult, bytes=traffic, inplace=inplace, fixup=fixup))
 
 
 def rope_table(low: Lowering, node: Node, pos: Node, factors: Node | None, table: Ref) -> None:

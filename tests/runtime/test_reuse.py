@@ -10,9 +10,13 @@ import pytest
 
 import fake_model
 from ggufc.formats import artifact as fmt
+from ggufc.ir import Graph, TensorType
+from ggufc.ir.dims import Sym
+from ggufc.passes.cache_fixups import HEAD
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.session import Session
+from support import BUNDLED_GOLDEN
 
 pytest_plugins = ("runtime_fixtures",)
 
@@ -40,6 +44,70 @@ def test_forty_reused_steps_leave_the_rows_and_logits_of_new_graphs(compiled, ca
     assert len(runs[0][1]) == (4 if case.startswith("llama") else len(runs[1][1]))
     assert runs[0][1] == runs[1][1]
     assert np.array_equal(runs[0][0].view(np.uint32), runs[1][0].view(np.uint32))
+
+
+@pytest.fixture(scope="module")
+def written_at_head(tmp_path_factory):
+    """A model whose builder writes keys and values in one piece from row ``head`` on, instead of row by row at the cells an input names."""
+    from ggufc.codegen.child import compile_here
+    from ggufc.codegen.options import CompileOptions
+    from ggufc.models import attention
+    from ggufc.models.blocks import Builder
+
+    plain = Builder.add
+
+    def add(self, op, *operands, **attrs):
+        if op != "set_rows":
+            return plain(self, op, *operands, **attrs)
+        cache, rows, _ = operands
+        self.graph.symbols = tuple(dict.fromkeys((*self.graph.symbols, HEAD)))
+        width, n = rows.type.ne
+        place = plain(self, "view", cache, name=f"{cache.name}.place", ne=(width, n), nb=(1, width), offset=Sym(HEAD) * width)
+        return plain(self, "cpy", rows, place, **attrs)
+
+    path = tmp_path_factory.mktemp("head") / "model.ggufc"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.Builder, "add", add)
+        compile_here(BUNDLED_GOLDEN / "llama-gqa-tied" / "model.gguf", path, CompileOptions(jobs=1))
+    return path
+
+
+def walk(artifact: Artifact) -> tuple[np.ndarray, dict[str, bytes]]:
+    """Logits and caches of two sequences that grow in turn, on reused graphs."""
+    rng = np.random.default_rng(12)
+    with Session(artifact, n_ctx=256, n_ubatch=8, n_seq_max=2, n_threads=1) as s:
+        rows = [s.decode(rng.integers(3, 250, n).tolist(), seq=i % 2, logits="all") for i, n in enumerate([11, 5, *[1] * 20, 9])]
+        assert s.stats.reuse_rate > 0.9
+        return np.concatenate(rows), caches(s)
+
+
+def test_writes_that_move_with_head_equal_writes_by_slots(compiled, written_at_head):
+    with Artifact.open(written_at_head) as moving, Artifact.open(compiled("llama-gqa-tied")) as plain:
+        assert sorted(fixup.cache for fixup in moving.program("eval").fixups) == ["blk.0.k", "blk.0.v", "blk.1.k", "blk.1.v"]
+        got, want = walk(moving), walk(plain)
+    assert got[1] == want[1]
+    assert np.array_equal(got[0].view(np.uint32), want[0].view(np.uint32))
+
+
+@pytest.mark.parametrize("dropped", range(4))
+def test_each_of_them_needs_its_registration(compiled, written_at_head, dropped):
+    """Mutation: one cache's fixup is missing, and its rows, then the logits, differ."""
+    with Artifact.open(written_at_head) as moving, Artifact.open(compiled("llama-gqa-tied")) as plain:
+        for program in moving.manifest.programs:
+            del program.fixups[dropped]
+        got, want = walk(moving), walk(plain)
+    assert not np.array_equal(got[0], want[0]) and got[1] != want[1]
+
+
+def test_a_pipeline_that_forgot_the_pass_is_refused():
+    from ggufc.codegen.errors import CodegenError
+    from ggufc.codegen.lower import lower
+
+    g = Graph("decode", "test", ("T", "O", "C", "KV", "R", HEAD))
+    place = g.add("view", g.cache("blk.0.k", TensorType("f16", (64, Sym("C")))), ne=(64, Sym("T")), nb=(1, 64), offset=Sym(HEAD) * 64)
+    g.outputs["k"] = g.add("cpy", g.input("embd", "embd", TensorType("f32", (64, Sym("T")))), place, name="store")
+    with pytest.raises(CodegenError, match="node 'store' writes at the moving offset 64\\*head, but has no fixup"):
+        lower(g)
 
 
 @pytest.mark.parametrize("registered", [True, False])
