@@ -6,7 +6,8 @@ One output element is, for each block of 32 (or 16) columns in ascending order,
 
 with exact integer sums. Formats with integer scales per 16 columns (``integer_scales``) add up both halves first:
 
-    acc = fma(f32(scale_0 * sum_0 + scale_1 * sum_1), d_w * d, acc);   minima likewise
+    acc = fma(f32(scale_0 * sum_0 + scale_1 * sum_1), d_w * d, acc)
+    acc = fma(fma(f32(min_0 * s_0 + min_1 * s_1), low_w, f32(scale_0 * sum_0 + scale_1 * sum_1) * d_w), d, acc)   with minima
 
 Weights are unpacked in registers, or read from an unpacked copy that serves all tokens: same operations, same bits.
 """
@@ -96,6 +97,8 @@ class Int8Product:
             if self.signed(e):
                 u.quads, offset = [without_offset(e, q) for q in u.quads], 0
             if panel is not None:
+                if self.format.scaled_max:
+                    u = _scaled_codes(e, u)
                 self.panel.write(e, e.gep(panel[0], e.b.mul(i, panel[1])), part, u, offset)
             self._block(e, u, rows, i, acc, offset)
         return [a.get() for a in acc]
@@ -128,7 +131,10 @@ class Int8Product:
         """As ``_direct``, from an unpacked group."""
         acc = self._accumulators(e, len(rows))
         with e.for_range(0, self.blocks, name="k") as i:
-            self._block(e, self.panel.read(e, panel, i, part), rows, i, acc, self.panel.offset(e))
+            u = self.panel.read(e, panel, i, part)
+            if self.format.scaled_max and u.parts is not None:
+                u.scaled = True
+            self._block(e, u, rows, i, acc, self.panel.offset(e))
         return [a.get() for a in acc]
 
     def _accumulators(self, e: Emitter, tokens: int) -> list[Var]:
@@ -140,22 +146,25 @@ class Int8Product:
             self._block_of_token(e, u, x, i, a, offset)
 
     def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
-        self._scaled(e, u, x, i, [self._sum(e, u, x, i, g, offset) for g in range(32 // self.format.group)], acc)
+        groups = 1 if u.scaled else 32 // self.format.group
+        self._scaled(e, u, x, i, [self._sum(e, u, x, i, g, offset, groups) for g in range(groups)], acc)
 
     def _scaled(self, e: Emitter, u: Unpacked, x: Value, i: Value, sums: Sequence[Value], acc: Var) -> None:
         """Add the block whose integer sums are ``sums``, one per group of columns, to ``acc``."""
         b, lanes = e.b, e.target.lanes
         floats, at = vec(F32, lanes), q8_record(self.k)
         d = e.splat(e.load(F32, e.at(e.gep(x, at.off_d), i, 4)), lanes)
-        n = len(sums)
         if u.parts is not None:
-            total = _dot(e, sums, u.parts.scales)
-            acc.set(e.fma(b.sitofp(total, floats), b.fmul(u.parts.d, d), acc.get()))
-            if u.parts.low is not None:
-                # c16 is -128 times the sum of the activations.
-                c = [e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes) for g in range(n)]
-                low = b.fmul(b.fmul(u.parts.low, e.const(floats, 1 / 128)), d)
-                acc.set(e.fma(b.sitofp(_dot(e, c, u.parts.mins), floats), low, acc.get()))
+            total = b.sitofp(sums[0] if u.scaled else _dot(e, sums, u.parts.scales), floats)
+            if u.parts.low is None:
+                acc.set(e.fma(total, b.fmul(u.parts.d, d), acc.get()))
+                return
+            # c16 is -128 times the sum of the activations.
+            groups = range(len(u.parts.mins))
+            c = [e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes) for g in groups]
+            low = b.fmul(u.parts.low, e.const(floats, 1 / 128))
+            both = e.fma(b.sitofp(_dot(e, c, u.parts.mins), floats), low, b.fmul(total, u.parts.d))
+            acc.set(e.fma(both, d, acc.get()))
             return
         for total, scale in zip(sums, u.scales):
             acc.set(e.fma(b.sitofp(total, floats), b.fmul(scale, d), acc.get()))
@@ -167,16 +176,17 @@ class Int8Product:
             c16 = e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes)
             acc.set(e.fma(b.fmul(low, e.const(floats, -1 / 128)), b.fmul(d, b.sitofp(c16, floats)), acc.get()))
 
-    def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int) -> Value:
+    def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int, groups: int) -> Value:
         """Integer sum of group ``g`` of the block, offset removed."""
-        lanes, n = e.target.lanes, 32 // self.format.group
-        qs, per = e.at(x, i, 32), 8 // n
+        lanes = e.target.lanes
+        qs, per = e.at(x, i, 32), 8 // groups
+        most = self.format.scaled_max if u.scaled else self.format.u_max
         total = self._start(e, x, i, g, offset)
         if total is None:
             total = e.const(vec(I32, lanes), 0)
         for j in range(per * g, per * (g + 1)):
             a = e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes)
-            total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, self.format.u_max)
+            total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, most)
         return total
 
     def _start(self, e: Emitter, x: Value, i: Value, g: int, offset: int) -> Value | None:
@@ -194,6 +204,13 @@ class Int8Product:
 def without_offset(e: Emitter, quad: Value) -> Value:
     """Codes stored with the offset 128 as signed bytes."""
     return e.b.xor(quad, e.const(quad.type, -0x7F7F7F80))
+
+
+def _scaled_codes(e: Emitter, u: Unpacked) -> Unpacked:
+    """Codes times their integer scales, which fit a byte: no carry crosses them, and the exact sums are the same."""
+    assert u.parts is not None
+    per = len(u.quads) // len(u.parts.scales)
+    return Unpacked([e.b.mul(quad, u.parts.scales[q // per]) for q, quad in enumerate(u.quads)], u.scales, u.mins, u.parts, scaled=True)
 
 
 def _dot(e: Emitter, a: Sequence[Value], c: Sequence[Value]) -> Value:

@@ -50,6 +50,8 @@ class Unpacked:
     scales: list[Value]
     mins: list[Value]
     parts: Parts | None = None
+    scaled: bool = False
+    """Whether the codes are already multiplied by the integer scales of ``parts``."""
 
 
 @dataclass
@@ -93,6 +95,8 @@ class WeightFormat:
     """Columns come in multiples of this."""
     integer_scales: ClassVar[bool] = False
     """Whether integer sums are multiplied by integer scales before they become f32: fewer steps where scales serve 16 columns."""
+    scaled_max: ClassVar[int] = 0
+    """Largest product of a code and its integer scale where it is a byte up to 127: batches then multiply scaled codes."""
     prefetch: ClassVar[bool] = False
     """Whether one-token products ask for memory ahead: worth it where unpacking is so long that few loads are on their way."""
     light: ClassVar[bool] = False

@@ -66,7 +66,7 @@ def _per_group(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 class Q2_K(KQuant):
     type_name, mode, group, has_min, u_max = "q2_k", "q8_k", 16, True, 3
-    code_bytes, scale_bytes, super_bytes, integer_scales = 128, 32, 64, True
+    code_bytes, scale_bytes, super_bytes, integer_scales, scaled_max = 128, 32, 64, True, 3 * 15
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         b = blocks_of(raw, self.type_name)
