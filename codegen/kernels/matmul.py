@@ -25,8 +25,8 @@ EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 
 _TILE_BYTES = 128 << 10
 _MIN_TILES = 16
-_RUN_BYTES = 256 << 10
-_MIN_RUN = 64
+_RUN_BYTES = 512 << 10
+_MIN_RUN = 128
 """A run of tokens has about as many bytes of activations, but not fewer tokens: weights are unpacked again for each run."""
 
 
