@@ -239,12 +239,13 @@ class Lowering:
         args = (at, integer(fixed(where.nb[2])), self.root_ref(k), v_at, *lists, out, integer(dv * heads), sinks)
         # Lists of chosen cells are as short as a window.
         listed = fixed(vis.operands[0].ne[0]) if vis.op.name == "list_spans" else 0
-        lanes = attention_cpu.window_lanes(listed or (int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0))
+        seen = listed or (int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0)
+        lanes = attention_cpu.window_lanes(seen)
         apart = attention_cpu.FlashAttnSplits(spec)
         grid = ("", 1, spec.units * lanes) if lanes else ("R", attention_cpu.LANE, spec.units)
         self.emit(Step(apart, (*args[:6], NULL, *args[7:], partials, integer(lanes)), (9,), f"{node.name}.splits", *grid))
         read = row_bytes(k.dtype, groups * d) + (0 if shared else row_bytes(v.dtype, groups * dv))
-        moved: Affine = {"T": listed * read} if listed else {"R": read}
+        moved: Affine = {"T": seen * read} if seen else {"R": read}
         self.emit(Step(spec, (*args, partials), (6,), node.name, sym, spec.token_block, spec.units, bytes=moved))
 
     def _rope_table(self, node: Node) -> None:

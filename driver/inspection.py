@@ -137,7 +137,7 @@ def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: 
         "sections": _sections(artifact),
         "limits": {"n_ctx": limits.n_cells, "n_ubatch": n_ubatch, "n_seq_max": n_seq_max},
         "caches": {"bytes": sum(cache["bytes"] for cache in caches), "entries": caches},
-        "programs": [describe_program(program, env) for program in manifest.programs],
+        "programs": [describe_program(program, env) | {"reads": attention_reads(manifest, program)} for program in manifest.programs],
         "kernels": _kernels(manifest),
     }
 
@@ -160,6 +160,30 @@ def _sections(artifact: Artifact) -> list[Data]:
         {"section": "manifest", "count": 1, "bytes": manifest},
         {"section": "metadata, tokenizer, padding", "count": len(artifact.metadata) - len(graphs) - 1, "bytes": rest},
     ]
+
+
+CONTEXTS = (8192, 32768)
+"""Lengths of a context at which attention's reads are compared."""
+
+_READERS = {"attention": ("flash_attn(", "sparse_attn("), "scoring": ("indexer_scores(",)}
+
+
+def attention_reads(manifest: fmt.Manifest, program: fmt.Program) -> list[Data]:
+    """Bytes that attention reads from caches, and an indexer's scoring beside it, for one decoded token at ``CONTEXTS`` cells.
+
+    Counted from the launches. Where attention reads windows or chosen rows the numbers do not grow; unfused attention is not counted.
+    """
+    from ggufc.runtime.binding import Limits
+
+    out = []
+    for n_cells in CONTEXTS:
+        env = Limits(1, n_cells).env()
+        row: Data = {"n_ctx": n_cells}
+        for what, kernels in _READERS.items():
+            launches = (x for x in program.launches if manifest.kernels[x.kernel].signature.startswith(kernels))
+            row[what] = sum(fmt.evaluate(x.bytes, env) for x in launches)
+        out.append(row)
+    return out
 
 
 def describe_program(program: fmt.Program, env: Mapping[str, int]) -> Data:

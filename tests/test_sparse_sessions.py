@@ -224,3 +224,21 @@ def test_quantised_maps_of_heads(tmp_path: Path) -> None:
         env = {"T": n, "O": n, "C": 256, "KV": 32, "R": n}
         want = interpret(graph, {name: file.data(name) for name in model.weights}, data, {}, env, activations="rounded")["logits"]
     np.testing.assert_allclose(together, want, atol=2e-3)
+
+
+def test_attention_reads_as_much_from_a_long_cache_as_from_a_short_one(opened: Open) -> None:  # S154
+    """Counted from the launches of the artifact, as ``ggufc inspect`` shows them."""
+    from ggufc.inspection import attention_reads
+
+    def reads(kind: str) -> tuple[list[int], list[int]]:
+        with opened(kind) as s:
+            manifest = s.artifact.manifest
+            (program,) = (p for p in manifest.programs if p.name == "eval")
+            rows = attention_reads(manifest, program)
+        return [row["attention"] for row in rows], [row["scoring"] for row in rows]
+
+    (short, long), (few, many) = reads("sparse")
+    assert short == long == 5 * 8 * 48 * 2  # layers x chosen rows x bytes of a row
+    assert many == 4 * few > 0
+    (short, long), scoring = reads("dense")
+    assert long == 4 * short == 5 * 32768 * 48 * 2 and scoring == [0, 0]

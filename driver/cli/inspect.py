@@ -166,6 +166,9 @@ def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | 
     slots = program["slots"]
     yield from _table([(size_words(s["bytes"]), f"= {s['size']}", _holders(s["holders"])) for s in slots[:rows]], "    ")
     yield from _more(slots, rows)
+    if any(r["attention"] for r in program["reads"]):
+        texts = [f"{size_words(r['attention'])} at {r['n_ctx']}{_scored(r)}" for r in program["reads"]]
+        yield f"  attention reads per decoded token: {', '.join(texts)} cells"
     key = ", ".join(f"{name} = {value}" for name, value in program["reuse_key"]) or "nothing was observed: reused for every shape"
     yield f"  reuse key: {key}"
     fixups = program["fixups"]
@@ -174,6 +177,12 @@ def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | 
     yield from _more(fixups, rows)
     fusions = ", ".join(f"{name} {count}" for name, count in sorted(program["fusions"].items()) if count)
     yield f"  fusions: {fusions or 'none'}"
+
+
+def _scored(reads: dict[str, Any]) -> str:
+    from ggufc.files import size_words
+
+    return f" (and {size_words(reads['scoring'])} to choose)" if reads["scoring"] else ""
 
 
 def _gpu_lines(gpu: dict[str, Any] | None, rows: int | None) -> Iterator[str]:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from ggufc.codegen.kernels.attention_sparse import SparseAttn
+from ggufc.codegen.lower import lower
+from ggufc.formats.artifact import evaluate
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph
 from ggufc.models import Model, Step, load_model
@@ -52,3 +55,34 @@ def test_every_sublayer_has_three_operators_of_hyper_connections(case: Path) -> 
         "hc-post": sites,
     }
     assert [len(g.find(name)) for name in ("hc_pre", "hc_mix", "hc_post", "sinkhorn")] == [sites, sites + 1, sites, 0]
+
+
+@pytest.mark.parametrize("name", ["openpangu-swa-dsa-f16", "deepseek4-split-decode"])
+def test_attention_over_windows_and_choices_reads_the_same_at_any_length(name: str) -> None:  # S99, S154
+    (case,) = (c for c in CASES if c.name == name)
+    _, g = build(case, dsa_top_k=2048)
+    PassManager.parse(DEFAULT_PIPELINE).run(g)
+    steps = [step for step in lower(g)[0].steps if isinstance(step.spec, SparseAttn)]
+
+    def read(cells: int) -> list[int]:
+        env = {"T": 1, "R": cells, "E4": cells // 4, "E128": cells // 128}
+        return [evaluate(step.bytes, env) for step in steps]
+
+    # Heavily compressed entries are all read: one for 128 tokens.
+    all_read = [step.spec.entries == "E128" for step in steps]
+    assert [long == short for short, long in zip(read(8192), read(32768))] == [not every for every in all_read]
+    assert any(step.spec.most == 2048 for step in steps) or max(read(8192)) >= 2048 * 64 * 2
+    assert not [n for n in g.nodes if n.type.symbols & {"KV", "V4", "V128"}]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name.startswith("openpangu-")], ids=lambda p: p.name)
+def test_sinks_are_computed_at_compile_time(case: Path) -> None:  # S92
+    _, g = build(case)
+    PassManager.parse(DEFAULT_PIPELINE).run(g)
+    constant = {n for n in g.nodes if n.op.name in ("weight", "const")}
+    for node in g.nodes:
+        if not node.is_leaf and constant.issuperset(node.operands):
+            assert node.is_view, f"{node.name} is computed from weights alone in every step"
+            constant.add(node)
+    rows = [n.operands[4] for n in g.find("sparse_attn")]
+    assert rows and all(n.op.name == "weight" and "param_sink" in n.attrs["derived"] for n in rows)
