@@ -17,6 +17,7 @@ from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
 from ggufc.codegen.lower_hyper import HYPER_MATCHERS
 from ggufc.codegen.lower_operands import item_bytes, rope_table
+from ggufc.codegen.lower_pointwise import match_chains
 from ggufc.codegen.lower_routing import ROUTING_MATCHERS
 from ggufc.codegen.schedule import NULL, Ref, Schedule, Step, fixed, form, input_spec, integer, rows_grid
 from ggufc.codegen.weight_plan import WeightPlan
@@ -82,6 +83,10 @@ class Lowering:
         for node in self.graph.nodes:
             if node.op.name == "rms_norm_mul" and node not in self.claimed and self._only_rounded(node):
                 self.claimed.add(node)
+
+        for chain in match_chains(self):
+            self.anchors[chain.anchor] = chain
+            self.claimed.update(chain.nodes)
 
     def _only_rounded(self, norm: Node) -> bool:
         users = self.users[norm]

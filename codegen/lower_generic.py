@@ -11,6 +11,7 @@ from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
 from ggufc.codegen.lower_operands import Emit, contiguous_copy, item_bytes, launch, refuse_holes, rope_table, strided
+from ggufc.codegen.lower_pointwise import POINTWISE, pointwise, same_storage
 from ggufc.codegen.lower_routing import ROUTING_OPERANDS, ROUTING_RULES
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
 from ggufc.codegen.lower_stacked import stacked_product
@@ -45,29 +46,6 @@ def copy_to_output(low: Lowering, node: Node, name: str) -> None:
     out = Ref("output", name)
     dtype = "i32" if node.dtype == "i32" else "f32"
     launch(low, elementwise.Copy(source, contiguous(dtype, node.ne)), (at, out), (1,), node)
-
-
-def _same_storage(node: Node, operand: Node) -> bool:
-    """Whether a pointwise result may overwrite the operand."""
-    where = layout(operand)
-    return (
-        operand.type.ne == node.type.ne
-        and where.contiguous
-        and where.offset == 0
-        and where.ne == where.root.type.ne
-        and operand.dtype == "f32"
-    )
-
-
-def _pointwise(expression: Callable[[Node], Any]) -> Emit:
-    def emit(low: Lowering, node: Node) -> None:
-        refs, shapes = zip(*(strided(low, o) for o in node.operands))
-        spec = elementwise.Elementwise(expression(node), contiguous("f32", node.ne), tuple(shapes))
-        inplace = next(((0, i + 1) for i, o in enumerate(node.operands) if _same_storage(node, o)), None)
-        out = low.result(node)
-        launch(low, spec, (out, *refs), (0,), node, inplace)
-
-    return emit
 
 
 def _copy(low: Lowering, node: Node) -> None:
@@ -117,7 +95,7 @@ def _soft_max(low: Lowering, node: Node) -> None:
         # The mask repeats over the outer dimensions of a.
         mask = Strided(mask.dtype, mask.ne, tuple(0 if n == 1 else s for n, s in zip(mask.ne, mask.nb)), mask.offset)
     out = low.result(node)
-    inplace = (1, 0) if _same_storage(node, node.operands[0]) else None
+    inplace = (1, 0) if same_storage(node, node.operands[0]) else None
     spec = softmax.SoftMax(shapes[0], contiguous("f32", node.ne), float(node.attrs["scale"]), mask, len(shapes) > 2)
     launch(low, spec, (refs[0], out, *refs[1:], *[NULL] * (3 - len(refs))), (1,), node, inplace)
 
@@ -176,7 +154,7 @@ def _norm_rows(low: Lowering, node: Node) -> None:
     if not where.contiguous:
         at, inplace = contiguous_copy(low, x), True
     else:
-        at, inplace = low.ref(x)[0], _same_storage(node, x)
+        at, inplace = low.ref(x)[0], same_storage(node, x)
     out = low.result(node)
     sym, mult = rows_grid(node.ne[1:])
     if node.op.name == "norm":
@@ -256,12 +234,7 @@ def _mul_mat_packed(low: Lowering, node: Node) -> None:
 
 
 RULES: dict[str, Emit] = {
-    **dict.fromkeys(elementwise.UNARY, _pointwise(lambda node: (node.op.name, 0))),
-    **dict.fromkeys(elementwise.BINARY, _pointwise(lambda node: (node.op.name, 0, 1))),
-    "glu": _pointwise(lambda node: ("mul", (node.attrs["fn"], 0), 1)),
-    "scale": _pointwise(lambda node: ("scale", 0, float(node.attrs["s"]), float(node.attrs["b"]))),
-    "softcap": _pointwise(lambda node: ("softcap", 0, float(node.attrs["cap"]))),
-    "clamp": _pointwise(lambda node: ("clamp", 0, float(node.attrs["min"]), float(node.attrs["max"]))),
+    **dict.fromkeys(POINTWISE, pointwise),
     "cont": _copy,
     "cast": _copy,
     "repeat": _copy,
