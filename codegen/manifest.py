@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from ggufc.codegen.cpu.driver import EVAL, WORKER
 from ggufc.codegen.cpu.image import Image
@@ -18,6 +20,8 @@ from ggufc.formats.artifact import Cache, Kernel, Manifest
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir.dims import parse_dim
 from ggufc.models.model import Model
+from ggufc.passes.split_heads import ANALYSIS as SPLIT_HEADS
+from ggufc.passes.split_heads import REST
 
 
 def make_manifest(
@@ -61,7 +65,7 @@ def make_manifest(
         n_layer=model.n_layer,
         type_k=options.type_k,
         type_v=options.type_v,
-        caches=cache_specs(gguf, model, options),
+        caches=by_heads(cache_specs(gguf, model, options), compilations[0].graph.analysis.get(SPLIT_HEADS, {})),
         programs=programs,
         kernels=kernels,
         drivers={name: image.symbols[name][0] for name in (WORKER, EVAL)},
@@ -72,6 +76,20 @@ def make_manifest(
             **({"keep": options.keep} if options.keep else {}),
         },
     )
+
+
+def by_heads(caches: Sequence[Cache], split: Mapping[str, int]) -> list[Cache]:
+    """The caches with those that ``split`` names as two: the given number of heads, and the rest."""
+    found = []
+    for cache in caches:
+        heads = split.get(cache.name)
+        if heads is None:
+            found.append(cache)
+            continue
+        first = heads * cache.head
+        found.append(msgspec.structs.replace(cache, row=first))
+        found.append(msgspec.structs.replace(cache, name=cache.name + REST, row=cache.row - first, rest_of=cache.name))
+    return found
 
 
 def cache_specs(gguf: GGUFFile, model: Model, options: CompileOptions) -> list[Cache]:

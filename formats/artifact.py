@@ -54,6 +54,7 @@ class Cache(msgspec.Struct, frozen=True):
     """A persistent resource of ``rows`` rows; ``row`` values (heads of ``head`` values each) of ``dtype`` per row. Rows ``{"C": 1}`` are
     cells; others belong to sequences (docs/runtime-inputs.md), so they do not follow when cells move.
 
+    ``rest_of``: the cache of the same layer that holds the heads before these (``split-heads``); together they are one cache.
     ``rope`` holds the attributes of the operator that rotated the keys (empty for values and unrotated keys): what a K-shift needs.
     ``hadamard`` is the block of the Walsh-Hadamard transform under which rows are stored, 0 for none.
     """
@@ -68,6 +69,7 @@ class Cache(msgspec.Struct, frozen=True):
     rope: dict[str, float | int | str | list[float]] = {}
     rows: Affine = msgspec.field(default_factory=lambda: {"C": 1})
     hadamard: int = 0
+    rest_of: str = ""
 
 
 class Arg(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,6 +22,7 @@ from ggufc.passes.merge_gate_up import MergeGateUp
 from ggufc.passes.merge_qkv import MergeQkv
 from ggufc.passes.node_budget import NodeBudget
 from ggufc.passes.reuse_key import ReuseKey
+from ggufc.passes.split_heads import SplitHeads
 
 REGISTRY: dict[str, type[Pass]] = {
     kind.name: kind
@@ -40,6 +41,7 @@ REGISTRY: dict[str, type[Pass]] = {
         FuseRope,
         MergeQkv,
         MergeGateUp,
+        SplitHeads,
         Hoist,
         CacheFixups,
         ReuseKey,

@@ -6,9 +6,10 @@ than cells belong to one of ``n_seq_max`` sequences (``state_inputs``).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from ggufc.formats import artifact as fmt
@@ -84,6 +85,45 @@ class Caches(Protocol):
 
     def clear_rows(self, name: str, first: int, n: int) -> None:
         """Zero ``n`` rows of one cache."""
+
+
+def logical(caches: Iterable[fmt.Cache]) -> list[fmt.Cache]:
+    """Descriptions of caches with those divided by heads (``Cache.rest_of``) as one each."""
+    caches = list(caches)
+    rests = {cache.rest_of: cache.row for cache in caches if cache.rest_of}
+    return [msgspec.structs.replace(c, row=c.row + rests.get(c.name, 0)) for c in caches if not c.rest_of]
+
+
+class JoinedCaches:
+    """Caches divided by heads (``Cache.rest_of``) as one each: rows of two parts, the first heads' and the rest's."""
+
+    def __init__(self, divided: Caches) -> None:
+        self.n_cells, self._divided = divided.n_cells, divided
+        self._rests = {cache.rest_of: cache for cache in divided.specs.values() if cache.rest_of}
+        self.specs = {cache.name: cache for cache in logical(divided.specs.values())}
+
+    def rows(self, name: str) -> CacheRows:
+        """The rows of one cache, in one part or two."""
+        rest = self._rests.get(name)
+        if rest is None:
+            return self._divided.rows(name)
+        first = self._divided.specs[name]
+        parts = [*self._divided.rows(name).parts, *self._divided.rows(rest.name).parts]
+        return CacheRows(self.specs[name], parts, first.row // first.head)
+
+    def clear(self, n_rows: int | None = None) -> None:
+        """Zero the first ``n_rows`` cells of every cache (all by default), and everything that belongs to sequences."""
+        self._divided.clear(n_rows)
+
+    def clear_rows(self, name: str, first: int, n: int) -> None:
+        """Zero ``n`` rows of one cache."""
+        for each in [name, *([self._rests[name].name] if name in self._rests else [])]:
+            self._divided.clear_rows(each, first, n)
+
+
+def joined(caches: Caches) -> Caches:
+    """The caches as sessions see them."""
+    return JoinedCaches(caches) if any(cache.rest_of for cache in caches.specs.values()) else caches
 
 
 class CacheBuffers(CacheLayout):

@@ -16,7 +16,7 @@ from ggufc.formats.cpustate import TILE_FEATURES, request_tiles
 
 from .artifact import Artifact
 from .binding import NUMPY, Binding, Limits, pad
-from .caches import CacheBuffers
+from .caches import CacheBuffers, joined
 from .cpuinfo import physical_cores
 from .errors import RuntimeRefusal
 from .image import CodeImage
@@ -59,10 +59,11 @@ class Executor(Binding):
         self._segments = [range(len(self.program.launches))] if segments is None else list(segments)
         if share is None:
             self.image = CodeImage(artifact.image)
-            self.caches = CacheBuffers(artifact, self.limits.n_cells, window_rows, n_seq_max, caches)
+            self.buffers = CacheBuffers(artifact, self.limits.n_cells, window_rows, n_seq_max, caches)
             self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
         else:
-            self.image, self.caches, self.team = share.image, share.caches, share.team
+            self.image, self.buffers, self.team = share.image, share.buffers, share.team
+        self.caches = joined(self.buffers)
         self._profile: np.ndarray | None = None
         try:
             self._allocate()
@@ -106,8 +107,8 @@ class Executor(Binding):
                 self.inputs[name] = self._region("input", name, 4 * self._input_values(spec)).view(NUMPY[spec.dtype])
         for name in self.program.outputs:
             self._outputs[name] = self._region("output", name, 4 * self._output_values(name)).view(np.float32)
-        for name, offset in self.caches.offsets.items():
-            self._places["cache", name] = (self.caches.memory.base + offset, self.caches.bytes_of(name))
+        for name, offset in self.buffers.offsets.items():
+            self._places["cache", name] = (self.buffers.memory.base + offset, self.buffers.bytes_of(name))
 
     def _region(self, kind: str, name: str, size: int) -> np.ndarray:
         region = Region(size, f"{kind} {name}")
@@ -147,10 +148,10 @@ class Executor(Binding):
         self._execs = [base + 8 * abi.EXEC_WORDS * i for i in range(len(self._segments))]
         self.team.hold(self._args, self._table, self._counters, self._tiles, self._claims, self.params, self._exec)
         self._fill(flat)
-        self._bind_fixups(self.caches.row_bytes)
+        self._bind_fixups(self.buffers.row_bytes)
 
     def _arguments(self) -> list[int]:
-        windowed = {name for name, spec in self.caches.specs.items() if spec.window} if self.window_rows else set[str]()
+        windowed = {name for name, spec in self.buffers.specs.items() if spec.window} if self.window_rows else set[str]()
         return self._resolved(len(self.artifact.manifest.kernels), windowed)
 
     def _fill(self, flat: list[int]) -> None:

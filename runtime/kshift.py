@@ -19,6 +19,7 @@ from ggufc.formats.ggml_types import TYPES
 from ggufc.formats.hadamard import walsh_hadamard
 
 from .artifact import Artifact
+from .caches import logical
 from .errors import RuntimeRefusal
 from .kvcells import KVCells
 from .memory import ALIGNMENT
@@ -109,7 +110,7 @@ def specs_for(artifact: Artifact, program: fmt.Program) -> list[fmt.Cache]:
     The manifest describes the plain program. A variant for another context size may read other frequency factors; which ones, its launches
     say: where the same launch of the plain program reads those of the manifest. Soft refusal if there is no such launch.
     """
-    caches = artifact.manifest.caches
+    caches = logical(artifact.manifest.caches)
     base = base_name(program.name)
     if program.name == base or not any(cache.rope.get("freq_factors") for cache in caches):
         return caches

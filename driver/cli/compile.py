@@ -16,10 +16,24 @@ from ggufc.cli import options
 )
 @options.build
 @click.option("--passes", default=None, metavar="A,B,...", help="Pass pipeline instead of the default one.")
+@click.option(
+    "--split-heads",
+    multiple=True,
+    metavar="LAYERS:HEADS",
+    help="Divide the caches of layers (3, or 0-7) after so many KV heads: with -ngl these are on the GPU, the rest on the host.",
+)
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Processes to compile with (default: one per core, at most 2).")
 @click.option("--force", is_flag=True, help="Replace an existing output file.")
 def command(
-    model: str, output: Path | None, type_k: str | None, type_v: str | None, target: str, passes: str | None, jobs: int | None, force: bool
+    model: str,
+    output: Path | None,
+    type_k: str | None,
+    type_v: str | None,
+    target: str,
+    passes: str | None,
+    split_heads: tuple[str, ...],
+    jobs: int | None,
+    force: bool,
 ) -> None:
     """Compile MODEL into one file that runs without a compiler.
 
@@ -44,6 +58,11 @@ def command(
             raise DriverError(f"{output} is no regular file; choose another -o")
         if not force:
             raise DriverError(f"{output} exists; choose another -o, or --force to replace it")
+    if split_heads:
+        from ggufc.passes import DEFAULT_PIPELINE
+        from ggufc.passes.split_heads import with_split
+
+        passes = with_split(passes or DEFAULT_PIPELINE, split_heads)
     with terminal.progress() as progress:
         report = ggufc.compile(
             source,

@@ -79,7 +79,7 @@ class CodeSide(GraphSide):
         for name, node in names.graph.outputs.items():
             found = executor.output(name)
             values[node] = (found.view(np.int32) if node.dtype == "i32" else found).copy()
-        buffers = executor.caches
+        buffers = executor.buffers
         caches = {name: _rows(spec, buffers.view(name), env).copy() for name, spec in buffers.specs.items()}
         _clear_spare_rows(buffers)
         return Recording(names, env, values, {name: CacheRows(buffers.specs[name].dtype, rows) for name, rows in caches.items()})

@@ -69,10 +69,12 @@ def on_device(
         given: dict[str, object] = dict(options, device=device, progress=progress)
         if options.get("share") is None:
             given["closing"] = closing
-        if n_gpu_layers < 0 or n_gpu_layers > artifact.manifest.n_layer:
-            return CudaExecutor(artifact, program, *args, **given)  # type: ignore[arg-type]
         if n_gpu_layers == 0:
             return Executor(artifact, program, *args, **options)  # type: ignore[arg-type]
-        return OffloadExecutor(artifact, program, *args, n_gpu_layers=n_gpu_layers, **given)  # type: ignore[arg-type, misc]
+        every = artifact.manifest.n_layer + 1
+        wanted = every if n_gpu_layers < 0 else min(n_gpu_layers, every)
+        if wanted == every and not any(cache.rest_of for cache in artifact.manifest.caches):
+            return CudaExecutor(artifact, program, *args, **given)  # type: ignore[arg-type]
+        return OffloadExecutor(artifact, program, *args, n_gpu_layers=wanted, **given)  # type: ignore[arg-type, misc]
 
     return make

@@ -3,13 +3,13 @@
 ``-ngl N`` counts as ggml does: the last N layers, with N = layers + 1 the output and everything else too. A launch belongs to the layer its
 node is named after (``blk.3.``); what stands between layers goes with the layer after it, what stands before the first stays on the host.
 The launch list is cut wherever the place changes. A value crosses when a launch reads a slot that was last written on the other side;
-what is overwritten first does not.
+what is overwritten first does not. Of a cache divided by heads (``passes.split_heads``) the rest stays on the host.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ggufc.formats import artifact as fmt
@@ -31,8 +31,10 @@ class Stretch:
     outgoing: dict[int, fmt.Affine] = field(default_factory=dict)
 
 
-def places(program: fmt.Program, n_layer: int, n_gpu_layers: int) -> list[bool]:
-    """Per launch whether it runs on the device."""
+def places(program: fmt.Program, n_layer: int, n_gpu_layers: int, on_host: Collection[str] = ()) -> list[bool]:
+    """Per launch whether it runs on the device. ``on_host``: caches that stay on the host whatever their layer does, with the launches
+    that use them.
+    """
     layers: list[int | None] = []
     for launch in program.launches:
         match = _LAYER.match(launch.node)
@@ -45,11 +47,14 @@ def places(program: fmt.Program, n_layer: int, n_gpu_layers: int) -> list[bool]:
         layer = layers[i]
         if layer is not None:
             following = layer >= first
-        found[i] = everything or (following and bool(named) and i >= named[0])
+        kept = any(arg.kind == "cache" and arg.name in on_host for arg in program.launches[i].args)
+        found[i] = not kept and (everything or (following and bool(named) and i >= named[0]))
     return found
 
 
-def check_caches(program: fmt.Program, on_device: Sequence[bool], n_layer: int, n_gpu_layers: int) -> tuple[set[str], set[str]]:
+def check_caches(
+    program: fmt.Program, on_device: Sequence[bool], n_layer: int, n_gpu_layers: int, on_host: Collection[str] = ()
+) -> tuple[set[str], set[str]]:
     """Names of the caches of the host's and of the device's launches. RuntimeRefusal if a cache has users on both sides: its rows are in
     one memory.
     """
@@ -59,7 +64,7 @@ def check_caches(program: fmt.Program, on_device: Sequence[bool], n_layer: int, 
         return host, device
 
     def fits(n: int) -> bool:
-        a, b = _cache_users(program, places(program, n_layer, n))
+        a, b = _cache_users(program, places(program, n_layer, n, on_host))
         return not a & b
 
     less = max(n for n in range(n_gpu_layers) if fits(n))

@@ -22,7 +22,7 @@ from ggufc.formats import abi
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.binding import NUMPY, Binding, Limits, pad
-from ggufc.runtime.caches import CacheLayout
+from ggufc.runtime.caches import CacheLayout, joined
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.memory import align
 
@@ -116,7 +116,7 @@ class CudaExecutor(Binding):
                 self._shared = _Shared(self._device, self._code, shared, weights)
             else:
                 self._shared = share._shared
-            self.caches = self._shared.caches
+            self.caches = joined(self._shared.caches)
             self._allocate()
             weights.upload(artifact, self.names("weight"), progress)
             self._bind()
@@ -139,6 +139,11 @@ class CudaExecutor(Binding):
     def where(self) -> str:
         """What runs the program, in words."""
         return f"{self._device.name}, {self.target}"
+
+    @property
+    def buffers(self) -> DeviceCaches:
+        """The caches as they lie on the device."""
+        return self._shared.caches
 
     @property
     def device(self) -> Device:
@@ -205,8 +210,9 @@ class CudaExecutor(Binding):
         crossing = {slot for piece in self._pieces for slot in (*piece.incoming, *piece.outgoing)}
         self.staged = {slot: device.host_array(self._slot_bytes[slot]) for slot in sorted(crossing)}
         """Pinned copies of the activation slots that cross to or from the host."""
-        for name, offset in self.caches.offsets.items():
-            self._places["cache", name] = (self.caches.base + offset, self.caches.bytes_of(name))
+        caches = self._shared.caches
+        for name, offset in caches.offsets.items():
+            self._places["cache", name] = (caches.base + offset, caches.bytes_of(name))
 
     def _weight(self, name: str) -> tuple[int, int]:
         return self._shared.weights.places[name]
@@ -216,7 +222,7 @@ class CudaExecutor(Binding):
     def _bind(self) -> None:
         self._args = np.array(self._resolved(len(self._code.manifest.kernels)), np.int64)
         self._launches.bind(self._args, self._first_arg, self._symbols.address, self._extra, self._extra_size)
-        self._bind_fixups(self.caches.row_bytes)
+        self._bind_fixups(self._shared.caches.row_bytes)
 
     def rebind(self) -> None:
         """Resolve everything again, as if no graph could be reused."""

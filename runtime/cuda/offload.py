@@ -1,7 +1,8 @@
 """A program divided between the CPU and a device by layers (``-ngl``).
 
 The same launches in the same order: stretches of the host run in the native driver, those of the device on its stream (``division`` says
-which, and what crosses). Caches of offloaded layers are on the device, all others on the host; weights likewise.
+which, and what crosses). Caches of offloaded layers are on the device, all others on the host; weights likewise. Of a cache divided by
+heads the first part is where its layer runs, the rest on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ggufc.formats import abi
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.binding import Limits
-from ggufc.runtime.caches import Caches
+from ggufc.runtime.caches import Caches, joined
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.rows import CacheRows
@@ -86,8 +87,9 @@ class OffloadExecutor:
         self.n_gpu_layers = n_gpu_layers
         self.program, n_layer = artifact.program(program), artifact.manifest.n_layer
         writes = cuda_manifest(artifact, device).writes.get(program, [])
-        on_device = places(self.program, n_layer, n_gpu_layers)
-        host_caches, device_caches = check_caches(self.program, on_device, n_layer, n_gpu_layers)
+        rests = {cache.name for cache in artifact.manifest.caches if cache.rest_of}
+        on_device = places(self.program, n_layer, n_gpu_layers, rests)
+        host_caches, device_caches = check_caches(self.program, on_device, n_layer, n_gpu_layers, rests)
         self._stretches = divide(self.program, writes, on_device)
         pieces = [Piece(s.launches, s.incoming, s.outgoing) for s in self._stretches if s.on_device]
         segments = [s.launches for s in self._stretches if not s.on_device]
@@ -111,7 +113,7 @@ class OffloadExecutor:
         except BaseException:
             self._host.close()
             raise
-        self.caches = DividedCaches(artifact.manifest.caches, self._host.caches, self._device.caches)
+        self.caches = joined(DividedCaches(artifact.manifest.caches, self._host.buffers, self._device.buffers))
         self.inputs, self.input_specs, self.limits = self._host.inputs, self._host.input_specs, self._host.limits
         self._sent = self._device.names("input")
         self._from_device = set(self._device.names("output"))

@@ -67,14 +67,15 @@ def find_case(name: str) -> Path | None:
     return next((case for case in golden_cases(name) if case.name == name), None)
 
 
-def compiled(name: str, folder: Path, *targets: str) -> FatModel:
-    """The case ``name`` for the CPU and ``targets`` (``cuda:sm_90``); skips where the case is not here."""
+def compiled(name: str, folder: Path, *targets: str, pipeline: str | None = None) -> FatModel:
+    """The case ``name`` for the CPU and ``targets`` (``cuda:sm_90``), by other passes if given; skips where the case is not here."""
     case = find_case(name)
     if case is None:
         pytest.skip(f"the golden case {name} is not here")
     spec = json.loads((case / "case.json").read_text())
     cache = {key: spec["options"][key] for key in ("type_k", "type_v") if key in spec["options"]}
     path = folder / f"{name}.ggufc"
-    options = CompileOptions(target=",".join(("native", *targets)), jobs=1, builder=graph_options(spec["options"]), **cache)
+    target, builder = ",".join(("native", *targets)), graph_options(spec["options"])
+    options = CompileOptions(target=target, jobs=1, builder=builder, pipeline=pipeline, **cache)
     compile_here(case / "model.gguf", path, options)
     return FatModel(case, spec, path)

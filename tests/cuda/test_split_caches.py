@@ -1,0 +1,185 @@
+"""Caches divided by heads, half of a layer on the device and half on the host: the same text, the same books, the same state files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fat_models import FatModel, compiled
+from ggufc.formats.artifact import Cache
+from ggufc.ir import parse_graph, print_graph
+from ggufc.passes import DEFAULT_PIPELINE, PassError
+from ggufc.passes.split_heads import SplitHeads, with_split
+from ggufc.runtime.cuda import OffloadExecutor, on_device
+from ggufc.runtime.cuda.caches import DevicePart
+from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.rows import CacheRows, HostPart, head_split
+from ggufc.runtime.session import Session
+from simt_device import SimtDevice
+
+NAME = "llama-headdim"
+TOKENS = [5, 17, 200, 31, 7, 7, 90, 12]
+HEADS = 4
+CASE = Path(__file__).resolve().parents[1] / "passes" / "cases" / "split-heads.ggir"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> FatModel:
+    return compiled(NAME, tmp_path_factory.mktemp("plain"), "cuda:sm_80")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> FatModel:
+    """One head of layer 0 and three of layer 1 may be on a device."""
+    return compiled(NAME, tmp_path_factory.mktemp("both"), "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, ["0:1", f"1:{HEADS - 1}"]))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> FatModel:
+    """Half of layer 0's heads; layer 1 is whole."""
+    return compiled(NAME, tmp_path_factory.mktemp("mixed"), "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, [f"0-0:{HEADS // 2}"]))
+
+
+def session(model: FatModel, n_gpu_layers: int, device: SimtDevice | None = None, **options) -> Session:
+    executor = on_device(device or SimtDevice(races=False), n_gpu_layers=n_gpu_layers)
+    return Session(model.path, **{"n_ctx": 256, "n_threads": 1, "n_seq_max": 2, **options, "executor": executor})
+
+
+def saved(s: Session, seq: int | None = None) -> bytes:
+    blob = io.BytesIO()
+    assert s.state_save(blob, seq) == s.state_size(seq)
+    return blob.getvalue()
+
+
+def test_dividing_changes_no_bit(plain, both, mixed):
+    """On the CPU, at once and token by token."""
+    rows = []
+    for model in (plain, both, mixed):
+        with session(model, 0) as s:
+            whole = s.decode(TOKENS, logits="all")
+            s.reset()
+            single = np.concatenate([s.decode([t]) for t in TOKENS])
+            assert whole.tobytes() == single.tobytes()
+            rows.append(whole.tobytes())
+    assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_first_heads_are_on_the_device_and_the_rest_on_the_host(both, mixed, n):
+    """S75 with a layer's heads in two memories, some layers or all; each memory holds its part only."""
+    for model in (both, mixed):
+        device = SimtDevice()
+        model.check(model.run(executor=on_device(device, n_gpu_layers=n)))
+        assert device.launches and not device.allocated
+        with session(model, n) as s:
+            assert isinstance(s.executor, OffloadExecutor)
+            there, here = s.executor._device.buffers.specs, s.executor._host.buffers.specs
+            assert not set(there) & set(here)
+            layers = range(2 - n if n < 2 else 0, 2)
+            assert set(there) == {f"blk.{i}.{part}" for i in layers for part in "kv"}
+            assert all(name in here for name in s.executor.caches._divided.specs if name.endswith(".rest"))
+
+
+def test_bits_do_not_depend_on_the_batch(both):
+    """S65."""
+    with session(both, 2) as s:
+        whole = s.decode(TOKENS, logits="all")
+        s.reset()
+        assert np.concatenate([s.decode([t]) for t in TOKENS]).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_states_of_halves_go_everywhere(plain, both, mixed, n):
+    """S1, S2, S5: the rows are those of whole caches whatever the split; restored into any other split, and none, the text goes on."""
+    with session(both, n) as s, session(mixed, n) as other, session(plain, 0) as cpu, session(both, 0) as ours:
+        for one in (s, cpu):
+            one.decode(TOKENS[:5], logits="none")
+        blob = saved(s, 0)
+        assert len(blob) == len(saved(cpu, 0)) + 4 * 4  # the heads of four divided caches
+        want = s.decode(TOKENS[5:], logits="all")
+        s.seq_rm(0)
+        s.decode([1, 2, 3], seq=1, logits="none")  # other cells than before
+        s.state_load(blob, 0)
+        assert s.decode(TOKENS[5:], logits="all").tobytes() == want.tobytes()
+        for target in (other, cpu, ours):
+            target.seq_rm(-1)
+            target.state_load(blob, 0)
+            cells = target.cells.list_of(0).cells
+            mine = s.cells.list_of(0).cells[:5]
+            for name in target.executor.caches.specs:
+                assert target.executor.caches.rows(name).read(cells).tobytes() == s.executor.caches.rows(name).read(mine).tobytes(), name
+            np.testing.assert_allclose(target.decode(TOKENS[5:], logits="all"), want, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_are_whole_keep_their_form(plain, mixed):
+    """S3: a state of undivided layers has the bytes it always had."""
+    with session(plain, 0) as a, session(mixed, 0) as b:
+        for s in (a, b):
+            s.decode(TOKENS, logits="none")
+        one, two = saved(a, 0), saved(b, 0)
+        last = a.executor.caches.rows("blk.1.v").row_bytes * len(TOKENS)
+        assert one[-last:] == two[-last:] and len(two) == len(one) + 2 * 4
+
+
+def test_cells_of_halves_move_together(plain, both):
+    """Copies, removals, shifted keys and gathering: the CPU's books, and bit for bit what whole caches of the same rows become."""
+    with session(both, 2) as s, session(plain, 0) as cpu:
+        s.decode(TOKENS, logits="none")
+        cpu.state_load(saved(s, 0), 0)
+        for one in (s, cpu):
+            one.seq_cp(0, 1)
+            one.seq_rm(0, 2, 4)
+            one.seq_rm(1)
+            one.seq_add(0, 4, -1, -2)
+            assert one.defrag() > 0
+            one.apply_shift()
+        assert s.cells.pos.tolist() == cpu.cells.pos.tolist()
+        cells = np.arange(6, dtype=np.int32)
+        for name in cpu.executor.caches.specs:
+            assert s.executor.caches.rows(name).read(cells).tobytes() == cpu.executor.caches.rows(name).read(cells).tobytes(), name
+        s.clear()
+        assert not any(s.executor.caches.rows(name).read(cells).any() for name in s.executor.caches.specs)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_parts_in_two_memories_are_read_within_their_bounds(dtype, heads):
+    """S1: rows of a device part and a host part; a read or write outside either allocation would be an error."""
+    spec = Cache("blk.0.k", 0, "k", dtype, HEADS * 32, 32)
+    device, n = SimtDevice(), 9
+    first, rest = head_split(spec, heads)
+    address = device.alloc(n * first)
+    rows = CacheRows(spec, [DevicePart(device, address, first), HostPart(np.zeros((n, rest), np.uint8))], heads)
+    values = np.random.default_rng(0).integers(0, 256, (n, first + rest), dtype=np.uint8)
+    rows.write(np.arange(n, dtype=np.int32), values)
+    holes = np.array([0, 1, 4, 5, 8], np.int32)
+    assert rows.read(holes).tobytes() == values[holes].tobytes()
+    rows.move(np.array([0, 8], np.int32), np.array([2, 3], np.int32))
+    assert rows.read(np.array([2, 3], np.int32)).tobytes() == values[[0, 8]].tobytes()
+    with pytest.raises(RuntimeRefusal, match="do not make up its rows"):
+        CacheRows(spec, [DevicePart(device, address, first), HostPart(np.zeros((n, rest - 1), np.uint8))], heads)
+
+
+def test_how_a_division_is_written():
+    assert with_split("cse,hoist,dce", ["3:2", "4-7:1"]) == (
+        "cse,split-heads{first=3,last=3,heads=2},split-heads{first=4,last=7,heads=1},hoist,dce"
+    )
+    with pytest.raises(PassError, match="LAYER:HEADS or FIRST-LAST:HEADS, such as 0-3:2, not by 'all'"):
+        with_split(DEFAULT_PIPELINE, ["all"])
+    with pytest.raises(PassError, match="before the pass hoist, which this pipeline does not have: cse"):
+        with_split("cse", ["0:1"])
+
+
+def test_what_cannot_be_divided_stays_whole():
+    """Fewer heads than asked for, layers that are not meant, a cache someone else reads."""
+    text = CASE.read_text().partition("\n")[2]
+    graph = parse_graph(text)
+    assert SplitHeads(heads=4).apply(graph).counts == {"divided": 0, "whole": 1}
+    assert SplitHeads(first=1).apply(graph).counts == {"divided": 0, "whole": 0}
+    graph.outputs["rows"] = graph.add("cast", next(n for n in graph.nodes if n.op.name == "set_rows"), dtype="f32")
+    assert SplitHeads().apply(graph).counts == {"divided": 0, "whole": 1} and print_graph(graph).count("cache ") == 2
+    with pytest.raises(PassError, match="layers in order, heads from 1"):
+        SplitHeads(heads=0).apply(graph)
