@@ -17,20 +17,27 @@ from harness import runnable_targets
 from support import golden_cases
 
 BOUNDS = {
-    "f32": 2e-3, "f16": 2e-3, "bf16": 3e-3, "q8_0": 5e-3, "q5_1": 0.05, "q5_0": 0.06, "q4_1": 0.2, "q4_0": 0.25, "iq4_nl": 0.2
+    "f32": (2e-3, 2e-3), "f16": (2e-3, 2e-3), "bf16": (3e-3, 0.02), "q8_0": (5e-3, 0.05), "q5_1": (0.03, 0.2), "q5_0": (0.04, 0.25),
+    "q4_1": (0.1, 0.35), "q4_0": (0.15, 0.45), "iq4_nl": (0.12, 0.35),
 }  # fmt: skip
-"""Largest normalised mean squared error |got - want|^2 / |want|^2 over all logits of a case, whose own run had another cache type. These
-models have random weights, so their attention is flat and every rounding counts; logits of another model would have an error of 1 or 2."""
+"""Largest normalised mean squared error |got - want|^2 / |want|^2 over all logits of a case, whose own run had another cache type: of
+models without and with experts, where a rounding may tip the choice of one. These models have random weights, so their attention is flat and
+every rounding counts; logits of another model would have an error of 1 or 2."""
 
 QUICK = ("llama-fa-q8", "gemma3-7")
 FAMILIES = (
     "gpt-oss-mxfp4", "qwen3-tied", "qwen3moe-a", "glm4moe-a", "llama-yarn", "deepseek2-v3-mqa576-fa", "deepseek2-v3-fa-mla3",
     "glm-dsa-fa-fidx1", "gemma2-26", "phi3-swa", "smollm3-tied", "qwen2-tied", "openpangu-q8", "deepseek4-kq8",
 )  # fmt: skip
+ROUTED = ("gpt-oss", "qwen3moe", "glm4moe", "deepseek", "glm-dsa", "openpangu")
 
 
 def named(*names: str) -> list[Path]:
     return [case for case in golden_cases(*names) if case.name in names]
+
+
+def bound(case: Path, dtype: str) -> float:
+    return BOUNDS[dtype][case.name.startswith(ROUTED)]
 
 
 def error(case: Path, artifact: Path, dtype: str, target: str = "native") -> float | None:
@@ -63,7 +70,7 @@ def test_every_cache_type(case: Path, dtype: str, tmp_path: Path) -> None:
     if found is None:
         assert dtype != "f16"  # which every family has
     else:
-        assert found <= BOUNDS[dtype]
+        assert found <= bound(case, dtype)
 
 
 *WEAKER, _ = (target.level for target in runnable_targets())
@@ -76,7 +83,7 @@ AT_LEVELS += [pytest.param(dtype, level, marks=pytest.mark.full) for dtype in CA
 def test_every_level(dtype: str, level: str, tmp_path: Path) -> None:
     (case,) = named("llama-fa-q8")
     found = error(case, tmp_path / "a.ggufc", dtype, level)
-    assert found is not None and found <= BOUNDS[dtype]
+    assert found is not None and found <= bound(case, dtype)
 
 
 @pytest.mark.full
@@ -84,10 +91,12 @@ def test_every_level(dtype: str, level: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", named(*QUICK, *FAMILIES), ids=lambda case: case.name)
 def test_every_family_at_every_level(case: Path, level: str, tmp_path: Path) -> None:
     found = error(case, tmp_path / "a.ggufc", "f16", level)
-    assert found is not None and found <= BOUNDS["f16"]
+    assert found is not None and found <= bound(case, "f16")
 
 
 def test_the_bounds_are_ordered_and_below_what_chance_gives() -> None:
-    assert set(BOUNDS) == set(CACHE_TYPES) and max(BOUNDS.values()) < 0.5
+    assert set(BOUNDS) == set(CACHE_TYPES)
     order = ["f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-    assert [BOUNDS[dtype] for dtype in order] == sorted(BOUNDS[dtype] for dtype in order)
+    for routed in (0, 1):
+        found = [BOUNDS[dtype][routed] for dtype in order]
+        assert found == sorted(found) and found[-1] < 0.5

@@ -216,7 +216,7 @@ def test_nothing_is_a_nan_on_the_way() -> None:  # S108
             if array.dtype.kind == "f" and np.isnan(array).any():
                 bad.append(node.name)
 
-        return original(*args, **kwargs, trace=trace)
+        return original(*args, **(kwargs | {"trace": trace}))
 
     sparse_runner.interpret = trapped
     try:
