@@ -21,8 +21,8 @@ BOUNDS = {
     "q4_1": (0.1, 0.35), "q4_0": (0.15, 0.45), "iq4_nl": (0.12, 0.35),
 }  # fmt: skip
 """Largest normalised mean squared error |got - want|^2 / |want|^2 over all logits of a case, whose own run had another cache type: of
-models without and with experts, where a rounding may tip the choice of one. These models have random weights, so their attention is flat and
-every rounding counts; logits of another model would have an error of 1 or 2."""
+models without and with experts, where a rounding may tip the choice of one. These models have random weights, so their attention is flat
+and every rounding counts; logits of another model would have an error of 1 or 2."""
 
 QUICK = ("llama-fa-q8", "gemma3-7")
 FAMILIES = (
