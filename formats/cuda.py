@@ -62,7 +62,7 @@ class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
 
     With ``extra_bytes`` they share extra memory of that
     many bytes per token and per ``extra_div`` entries of the cell list, and run over slices of the tokens so that it stays within the
-    runtime's budget.
+    runtime's budget; slices are whole multiples of ``slice_tokens``, which share a tile.
     """
 
     signature: str
@@ -70,6 +70,7 @@ class CudaKernel(msgspec.Struct, frozen=True, omit_defaults=True):
     entries: list[Entry]
     extra_bytes: int = 0
     extra_div: int = 1
+    slice_tokens: int = 1
 
 
 class CudaManifest(msgspec.Struct, frozen=True):

@@ -1,13 +1,18 @@
 """Attention on a GPU: the cell list in splits of 128 entries counted from entry 0, merged in ascending order.
 
-``_split``: a block takes (token, query heads of one KV head, split). A thread computes the scores of one entry, one fused chain over the
-head's values; the maximum and the sum of e^(s - max) go over the block in a fixed order; then a thread adds up one value column over the
-entries in ascending order. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the head's sink. Splits
-no visible entry lies in are neither written nor read, entries outside the token's range add exact zeros, so a result depends on the token's
-visible entries and their places in the list alone.
-"""
+Splits: a block takes (tokens, query heads of one KV head, split); token and head are a *row*. A thread computes the scores of one entry, a
+fused chain over the head's values per row; the maximum and the sum of e^(s - max) of a row go over the block in a fixed order; then a
+thread adds up one value column per row over the entries in ascending order. ``_split`` has the heads of one token, ``_rows`` those of up
+to eight tokens that share a list: keys and values are read and widened once for all rows. Entries outside a token's range are passed over,
+so both forms compute a row by the same steps. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the
+head's sink. Splits no visible entry lies in are neither written nor read. So a result depends on the token's visible entries and their
+places in the list alone. """
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, I16, I32, I64, Value, Var
 from ggufc.codegen.kernels import cache, vmath
@@ -15,7 +20,7 @@ from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import symbol
 from ggufc.formats import cuda as fmt
 
-from .emitter import PtxEmitter
+from .emitter import WARP, PtxEmitter
 from .entry import Entry, Form, power_of_two
 from .rows import load_stored
 
@@ -23,6 +28,14 @@ SPLIT = 128
 """Entries per split, and threads per block: a thread scores one entry."""
 _HEADS = 8
 """Most query heads of a block: they share converted K and V values in registers."""
+_TOKENS, _ROWS = 8, 24
+"""Most tokens and rows of a block of several tokens: a thread holds a sum for each row, as many as leave no spills."""
+_SHARED_BYTES = 48 << 10
+_RESIDENT = 384
+"""Threads of ``_rows`` a multiprocessor should hold: sums of many rows need registers, and many chains hide latencies by themselves."""
+_WARPS = SPLIT // WARP
+_CHUNK = 4
+"""Entries whose probabilities a thread loads at once."""
 _LOWEST = -3.4028234663852886e38
 
 
@@ -32,13 +45,20 @@ def flash_attn_splits(spec: FlashAttnSplits) -> Form:
 
 
 def flash_attn(spec: FlashAttn) -> Form:
-    name = symbol(spec)
+    name, several = symbol(spec), token_block(spec)
+    units = spec.n_head // head_block(spec)
+    splits = fmt.Factor("R", SPLIT, 1)
     # The grid of a slice of tokens: the runtime passes the slice's tokens as T.
-    grid = (fmt.Factor("T", 1, spec.n_head // head_block(spec)), fmt.Factor("R", SPLIT, 1))
-    split = Entry(name + "_split", SPLIT, lambda e: _split(spec, e), group=SPLIT, grid=grid)
+    few = Entry(name + "_split", SPLIT, lambda e: _splits(spec, e, 1), group=SPLIT, grid=(fmt.Factor("T", 1, units), splits))
+    entries = [few]
+    if several > 1:
+        grid = (fmt.Factor("T", several, units), splits)
+        body = lambda e: _splits(spec, e, several)  # noqa: E731
+        many = Entry(name + "_rows", SPLIT, body, group=SPLIT, grid=grid, sym="T", low=several, resident=_RESIDENT)
+        entries = [replace(few, sym="T", high=several - 1), many]
     block = min(256, max(32, power_of_two(spec.dv)))
     merge = Entry(name + "_merge", block, lambda e: _merge(spec, e), group=block, grid=(fmt.Factor("T", 1, spec.n_head),))
-    return Form((split, merge), extra_bytes=4 * spec.n_head * (spec.dv + 2), extra_div=SPLIT)
+    return Form((*entries, merge), extra_bytes=4 * spec.n_head * (spec.dv + 2), extra_div=SPLIT, slice_tokens=several)
 
 
 def head_block(spec: FlashAttn) -> int:
@@ -47,18 +67,25 @@ def head_block(spec: FlashAttn) -> int:
     return next(n for n in range(min(group, _HEADS), 0, -1) if group % n == 0)
 
 
+def token_block(spec: FlashAttn) -> int:
+    """Tokens of a block of ``_rows``: as many as registers and shared memory hold; 1 where that is no gain."""
+    group = head_block(spec)
+    fits = (_SHARED_BYTES - 12 * SPLIT) // (group * (4 * spec.d + 4 * SPLIT + 8 * _WARPS))
+    return max(1, min(_TOKENS, _ROWS // group, fits))
+
+
 class _Place:
-    """Where a tile's token and its partial results are."""
+    """Where a token and its partial results are; ``local``: token counted from the start of the slice."""
 
     def __init__(self, e: PtxEmitter, spec: FlashAttn, local: Value) -> None:
-        """``local``: token counted from the start of the slice."""
         b = e.b
         self.e, self.spec, self.local = e, spec, local
         self.token = b.add(e.first, local)
         self.splits = e.ceil_div(e.param("R"), SPLIT)
-        triple = e.at(e.arg_ptr(5), self.token, 12)
-        base, self.lo, self.hi = (e.sext64(e.load(I32, e.gep(triple, 4 * i))) for i in range(3))
-        self.cells = e.at(e.arg_ptr(4), base, 4)
+        self.exists = b.icmp_signed("<", self.token, e.param("T"))
+        triple = e.at(e.arg_ptr(5), e.imin(self.token, b.sub(e.param("T"), e.i64(1))), 12)
+        self.base, self.lo, self.hi = (e.sext64(e.load(I32, e.gep(triple, 4 * i))) for i in range(3))
+        self.cells = e.at(e.arg_ptr(4), self.base, 4)
 
     def partial(self, head: Value, split: Value) -> Value:
         """dv weighted sums, then maximum and sum of weights."""
@@ -67,96 +94,203 @@ class _Place:
         return e.at(e.extra, index, 4 * (self.spec.dv + 2))
 
 
-def _split(spec: FlashAttn, e: PtxEmitter) -> None:
-    b, group, per_head = e.b, head_block(spec), spec.n_head // spec.n_head_kv
-    q_shared = e.shared(4 * group * spec.d, "q")
-    p_shared = e.shared(4 * group * SPLIT, "p")
-    rows = e.shared(8 * SPLIT, "rows")
-    splits = e.ceil_div(e.param("R"), SPLIT)
+class _Memory:
+    """Shared memory of a block. Of each row: its query, probabilities, and what each warp finds of their maximum and sum; of each entry:
+    where its values are and which tokens see it.
+    """
+
+    def __init__(self, e: PtxEmitter, spec: FlashAttn, rows: int) -> None:
+        self.q = e.shared(4 * rows * spec.d, "q")
+        self.p = e.shared(4 * rows * SPLIT, "p")
+        self.tops, self.totals = (e.shared(4 * rows * _WARPS, name) for name in ("tops", "totals"))
+        self.values = e.shared(8 * SPLIT, "values")
+        self.seen = e.shared(4 * SPLIT, "seen")
+
+
+def _splits(spec: FlashAttn, e: PtxEmitter, tokens: int) -> None:
+    """A tile: up to ``tokens`` tokens that share a list go together, others one after the other."""
+    b, group = e.b, head_block(spec)
+    memory = _Memory(e, spec, tokens * group)
+    splits, units = e.ceil_div(e.param("R"), SPLIT), e.i64(spec.n_head // group)
     e.begin_tiles()
     split = b.urem(e.tile, splits)
     rest = b.udiv(e.tile, splits)
-    unit = b.urem(rest, e.i64(spec.n_head // group))
-    place = _Place(e, spec, b.udiv(rest, e.i64(spec.n_head // group)))
-    g = b.udiv(unit, e.i64(per_head // group))
-    start = b.mul(split, e.i64(SPLIT))
-    first = e.imax(place.lo, start)
-    last = e.imin(place.hi, b.add(start, e.i64(SPLIT)))
-    with e.if_(b.icmp_signed("<", first, last)):
-        head = b.mul(unit, e.i64(group))
-        q = e.at(e.arg_ptr(0), b.add(b.mul(place.token, e.arg_int(1)), b.mul(head, e.i64(spec.d))), 4)
-        with e.for_threads(group * spec.d) as i:
-            e.store(e.load(F32, e.at(q, i, 4)), e.at(q_shared, i, 4))
-        e.barrier()
-        entry = b.add(start, e.thread)
-        seen = b.and_(b.icmp_signed(">=", entry, first), b.icmp_signed("<", entry, last))
-        scores = _scores(e, spec, place, g, entry, seen, q_shared, rows)
-        numbers = []
-        for h, score in enumerate(scores):
-            top = e.reduce(score, "max")
-            p = b.select(seen, vmath.exp_flushed(e, b.fsub(score, top)), e.f32(0.0))
-            e.store(p, e.at(e.gep(p_shared, 4 * SPLIT * h), e.thread, 4))
-            numbers.append((top, e.reduce(p, "add")))
-        with e.if_(b.icmp_signed("==", e.thread, e.i64(0))):
-            for h, (top, total) in enumerate(numbers):
-                to = e.gep(place.partial(b.add(head, e.i64(h)), split), 4 * spec.dv)
-                e.store(top, to)
-                e.store(total, e.gep(to, 4))
-        e.barrier()
-        _values(e, spec, place, head, split, b.sub(first, start), b.sub(last, start), p_shared, rows)
+    unit = b.urem(rest, units)
+    local = b.mul(b.udiv(rest, units), e.i64(tokens))
+    block = _Block(e, spec, memory, unit, split)
+    if tokens == 1:
+        block.compute(local, 1)
+    else:
+        places = [_Place(e, spec, b.add(local, e.i64(i))) for i in range(tokens)]
+        together = e.const(ir.IntType(1), 1)
+        for place in places[1:]:
+            together = b.and_(together, b.or_(b.icmp_signed("==", place.base, places[0].base), b.not_(place.exists)))
+        with e.if_else(together) as (all_, each):
+            with all_:
+                block.compute(local, tokens)
+            with each, e.for_range(0, tokens, name="token") as i:
+                block.compute(b.add(local, i), 1)
     e.barrier()
 
 
-def _scores(e: PtxEmitter, spec: FlashAttn, place: _Place, g: Value, entry: Value, seen: Value, q: Value, rows: Value) -> list[Value]:
-    """The thread's entry against every query head; the V row's address goes to ``rows``."""
-    b = e.b
-    acc = [e.var(F32, e.f32(0.0)) for _ in range(head_block(spec))]
-    k_row, v_row = cache.row_bytes(spec.type_k, spec.d), cache.row_bytes(spec.type_v, spec.dv)
-    k_cell, v_cell = (cache.row_bytes(t, n) for t, n in zip((spec.type_k, spec.type_v), spec.cells_of))
-    with e.if_(seen):
-        cell = e.sext64(e.load(I32, e.at(place.cells, entry, 4)))
-        offset = b.add(b.mul(cell, e.i64(v_cell)), b.mul(g, e.i64(v_row)))
-        e.store(offset, e.at(rows, e.thread, 8))
-        key = e.at(e.at(e.arg_ptr(2), cell, k_cell), g, k_row)
-        _dot(e, spec, key, q, acc)
-    out = []
-    for total in acc:
-        s = b.fmul(total.get(), e.f32(spec.scale))
-        if spec.softcap:
-            s = b.fmul(vmath.tanh(e, b.fmul(s, e.f32(1 / spec.softcap))), e.f32(spec.softcap))
-        out.append(b.select(seen, s, e.f32(_LOWEST)))
-    return out
+class _Block:
+    """The heads of a block's unit under one split. Places are made anew where they are needed: eight would fill the registers."""
 
+    def __init__(self, e: PtxEmitter, spec: FlashAttn, memory: _Memory, unit: Value, split: Value) -> None:
+        b, self.group = e.b, head_block(spec)
+        self.e, self.spec, self.memory, self.split = e, spec, memory, split
+        self.head = b.mul(unit, e.i64(self.group))
+        self.g = b.udiv(unit, e.i64(spec.n_head // spec.n_head_kv // self.group))
+        self.start = b.mul(split, e.i64(SPLIT))
 
-def _dot(e: PtxEmitter, spec: FlashAttn, key: Value, q: Value, acc: list[Var]) -> None:
-    """Chains over the head's values in ascending order, eight 16-bit values per load where rows allow."""
-    d = spec.d
-    wide = 8 if spec.type_k in ("f16", "bf16") and d % 8 == 0 else 1
-    with e.for_range(0, d, wide, name="value") as i:
-        if wide > 1:
-            values = [cache.widen(e, spec.type_k, v) for v in e.vector_load(I16, wide, e.at(key, i, 2), 16)]
-        else:
-            values = [load_stored(e, spec.type_k, key, i)]
-        for h, total in enumerate(acc):
-            at = e.gep(e.at(q, i, 4), 4 * h * d)
-            queries = [x for j in range(0, wide, 4) for x in e.vector_load(F32, 4, e.gep(at, 4 * j), 16)] if wide > 1 else [e.load(F32, at)]
-            for x, v in zip(queries, values):
-                total.set(e.fma(x, v, total.get()))
+    def _range(self, local: Value) -> tuple[_Place, Value, Value]:
+        """A token, and the entries of this split it sees: none if the first is not below the last."""
+        e, b = self.e, self.e.b
+        place = _Place(e, self.spec, local)
+        last = b.select(place.exists, e.imin(place.hi, b.add(self.start, e.i64(SPLIT))), self.start)
+        return place, e.imax(place.lo, self.start), last
 
+    def compute(self, local: Value, n: int) -> None:
+        """Partial results of the rows of ``n`` tokens, which share a list; ``local``: the first, counted from the slice's first."""
+        e, b, group = self.e, self.e.b, self.group
+        entry = b.add(self.start, e.thread)
+        low, high, seen, nobody = b.add(self.start, e.i64(SPLIT)), self.start, e.i32(0), e.i32(0)
+        for t in range(n):
+            _, first, last = self._range(b.add(local, e.i64(t)))
+            some = b.icmp_signed("<", first, last)
+            low, high = e.imin(low, b.select(some, first, low)), e.imax(high, b.select(some, last, high))
+            sees = b.and_(b.icmp_signed(">=", entry, first), b.icmp_signed("<", entry, last))
+            seen = b.or_(seen, b.select(sees, e.i32(1 << t), e.i32(0)))
+            nobody = b.or_(nobody, b.select(some, e.i32(0), e.i32(1 << t)))
+        with e.if_(b.icmp_signed("<", low, high)):
+            e.store(seen, e.at(self.memory.seen, e.thread, 4))
+            self._load_queries(local, n)
+            self._weigh(self._scores(local, entry, seen, n), seen)
+            with e.if_(b.icmp_signed("<", e.thread, e.i64(n * group))):
+                token = b.add(local, b.udiv(e.thread, e.i64(group)))
+                place, first, last = self._range(token)
+                with e.if_(b.icmp_signed("<", first, last)):
+                    to = place.partial(b.add(self.head, b.urem(e.thread, e.i64(group))), self.split)
+                    e.store(self._joined(self.memory.tops, e.thread, "max"), e.gep(to, 4 * self.spec.dv))
+                    e.store(self._joined(self.memory.totals, e.thread, "add"), e.gep(to, 4 * self.spec.dv + 4))
+            self._values(local, n, low, high, nobody)
+            e.barrier()
 
-def _values(
-    e: PtxEmitter, spec: FlashAttn, place: _Place, head: Value, split: Value, first: Value, last: Value, p: Value, rows: Value
-) -> None:
-    """Weighted sums of the value columns, a thread per column."""
-    b = e.b
-    with e.for_threads(spec.dv) as i:
-        acc = [e.var(F32, e.f32(0.0)) for _ in range(head_block(spec))]
-        with e.for_range(first, last, name="entry") as j:
-            v = load_stored(e, spec.type_v, e.gep(e.arg_ptr(3), e.load(I64, e.at(rows, j, 8))), i)
-            for h, total in enumerate(acc):
-                total.set(e.fma(e.load(F32, e.at(e.gep(p, 4 * SPLIT * h), j, 4)), v, total.get()))
-        for h, total in enumerate(acc):
-            e.store(total.get(), e.at(place.partial(b.add(head, e.i64(h)), split), i, 4))
+    def _weigh(self, scores: list[Value], seen: Value) -> None:
+        """Probabilities of the thread's entry relative to each row's maximum; what the warps find of maxima and sums."""
+        e, b, lane = self.e, self.e.b, self.e.b.and_(self.e.thread, self.e.i64(WARP - 1))
+        warp = b.lshr(e.thread, e.i64(WARP.bit_length() - 1))
+
+        def put(memory: Value, r: int, v: Value) -> None:
+            with e.if_(b.icmp_signed("==", lane, e.i64(0))):
+                e.store(v, e.at(e.gep(memory, 4 * _WARPS * r), warp, 4))
+
+        for r, score in enumerate(scores):
+            put(self.memory.tops, r, e.reduce_warp(score, "max"))
+        e.barrier()
+        for r, score in enumerate(scores):
+            top = self._joined(self.memory.tops, e.i64(r), "max")
+            p = b.select(self._bit(seen, r // self.group), vmath.exp_flushed(e, b.fsub(score, top)), e.f32(0.0))
+            e.store(p, e.at(e.gep(self.memory.p, 4 * SPLIT * r), e.thread, 4))
+            put(self.memory.totals, r, e.reduce_warp(p, "add"))
+        e.barrier()
+
+    def _joined(self, memory: Value, row: Value, op: str) -> Value:
+        """What the warps have found of a row, put together."""
+        parts = self.e.vector_load(F32, _WARPS, self.e.at(memory, row, 4 * _WARPS), 4 * _WARPS)
+        return self.e.combine(self.e.combine(parts[0], parts[2], op), self.e.combine(parts[1], parts[3], op), op)
+
+    def _bit(self, mask: Value, t: int) -> Value:
+        return self.e.b.icmp_signed("!=", self.e.b.and_(mask, self.e.i32(1 << t)), self.e.i32(0))
+
+    def _load_queries(self, local: Value, n: int) -> None:
+        e, b, d = self.e, self.e.b, self.spec.d
+        for t in range(n):
+            token = e.imin(b.add(e.first, b.add(local, e.i64(t))), b.sub(e.param("T"), e.i64(1)))
+            q = e.at(e.arg_ptr(0), b.add(b.mul(token, e.arg_int(1)), b.mul(self.head, e.i64(d))), 4)
+            with e.for_threads(self.group * d) as i:
+                e.store(e.load(F32, e.at(q, i, 4)), e.at(e.gep(self.memory.q, 4 * t * self.group * d), i, 4))
+        e.barrier()
+
+    def _scores(self, local: Value, entry: Value, seen: Value, n: int) -> list[Value]:
+        """The thread's entry against every row; where its values are goes to shared memory."""
+        e, b, spec = self.e, self.e.b, self.spec
+        acc = [e.var(F32) for _ in range(n * self.group)]
+        for total in acc:
+            total.set(e.f32(0.0))
+        k_row, v_row = cache.row_bytes(spec.type_k, spec.d), cache.row_bytes(spec.type_v, spec.dv)
+        k_cell, v_cell = (cache.row_bytes(t, n) for t, n in zip((spec.type_k, spec.type_v), spec.cells_of))
+        values = e.var(I64)
+        values.set(e.i64(0))
+        with e.if_(b.icmp_signed("!=", seen, e.i32(0))):
+            cell = e.sext64(e.load(I32, e.at(_Place(e, spec, local).cells, entry, 4)))
+            values.set(b.add(b.mul(cell, e.i64(v_cell)), b.mul(self.g, e.i64(v_row))))
+            self._dot(e.at(e.at(e.arg_ptr(2), cell, k_cell), self.g, k_row), acc)
+        e.store(values.get(), e.at(self.memory.values, e.thread, 8))
+        out = []
+        for r, total in enumerate(acc):
+            s = b.fmul(total.get(), e.f32(spec.scale))
+            if spec.softcap:
+                s = b.fmul(vmath.tanh(e, b.fmul(s, e.f32(1 / spec.softcap))), e.f32(spec.softcap))
+            out.append(b.select(self._bit(seen, r // self.group), s, e.f32(_LOWEST)))
+        return out
+
+    def _dot(self, key: Value, acc: list[Var]) -> None:
+        """Chains over the head's values in ascending order, 16 bytes of 16-bit values per load where rows allow."""
+        e, d, type_k = self.e, self.spec.d, self.spec.type_k
+        wide = 8 if type_k in ("f16", "bf16") and d % 8 == 0 else 1
+        with e.for_range(0, d, wide, name="value") as i:
+            if wide > 1:
+                values = [cache.widen(e, type_k, v) for v in e.vector_load(I16, wide, e.at(key, i, 2), 16)]
+            else:
+                values = [load_stored(e, type_k, key, i)]
+            for r, total in enumerate(acc):
+                at = e.gep(e.at(self.memory.q, i, 4), 4 * r * d)
+                if wide > 1:
+                    queries = [x for j in range(0, wide, 4) for x in e.vector_load(F32, 4, e.gep(at, 4 * j), 16)]
+                else:
+                    queries = [e.load(F32, at)]
+                for x, v in zip(queries, values):
+                    total.set(e.fma(x, v, total.get()))
+
+    def _values(self, local: Value, n: int, low: Value, high: Value, nobody: Value) -> None:
+        """Weighted sums of the value columns, a thread per column; entries a token does not see leave its rows as they are.
+
+        ``nobody``: tokens that see nothing of the split, whose rows nobody reads.
+        """
+        e, b, spec, group = self.e, self.e.b, self.spec, self.group
+        begin = b.and_(b.sub(low, self.start), e.i64(-_CHUNK))
+        with e.for_threads(spec.dv) as i:
+            acc = [e.var(F32) for _ in range(n * group)]
+            for total in acc:
+                total.set(e.f32(0.0))
+            with e.for_range(begin, b.sub(high, self.start), _CHUNK, name="chunk") as first:
+                at = e.at(self.memory.values, first, 8)
+                rows = [*e.vector_load(I64, 2, at, 16), *e.vector_load(I64, 2, e.gep(at, 16), 16)]
+                values = [load_stored(e, spec.type_v, e.gep(e.arg_ptr(3), row), i) for row in rows]
+                masks = e.vector_load(I32, _CHUNK, e.at(self.memory.seen, first, 4), 16)
+                all_masks = masks[0]
+                for mask in masks[1:]:
+                    all_masks = b.and_(all_masks, mask)
+
+                def add(everyone: bool, first: Value = first, values: list[Value] = values, masks: list[Value] = masks) -> None:
+                    for r, total in enumerate(acc):
+                        p = e.vector_load(F32, _CHUNK, e.at(e.gep(self.memory.p, 4 * SPLIT * r), first, 4), 16)
+                        for factor, v, mask in zip(p, values, masks):
+                            following = e.fma(factor, v, total.get())
+                            total.set(following if everyone else b.select(self._bit(mask, r // group), following, total.get()))
+
+                whole = b.icmp_signed("==", b.or_(all_masks, nobody), e.i32((1 << n) - 1))
+                with e.if_else(whole) as (all_, some):
+                    with all_:
+                        add(True)
+                    with some:
+                        add(False)
+            for t in range(n):
+                place, start, stop = self._range(b.add(local, e.i64(t)))
+                with e.if_(b.icmp_signed("<", start, stop)):
+                    for h in range(group):
+                        e.store(acc[t * group + h].get(), e.at(place.partial(b.add(self.head, e.i64(h)), self.split), i, 4))
 
 
 def _merge(spec: FlashAttn, e: PtxEmitter) -> None:

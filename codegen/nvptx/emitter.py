@@ -196,7 +196,8 @@ class PtxEmitter(Emitter):
         g.initializer = ir.Constant(array, ir.Undefined)
         g.align = align
         self._shared_used = True
-        return self.b.addrspacecast(g, PTR)
+        with self.b.goto_entry_block():
+            return self.b.addrspacecast(g, PTR)
 
     def global_const(self, element: ir.Type, values: Sequence[float | int], name: str) -> Value:
         if name not in self.module.globals:

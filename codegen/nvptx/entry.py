@@ -15,7 +15,8 @@ from .emitter import WARP, PtxEmitter
 class Entry:
     """``body(e)`` opens the tiles (``e.begin_tiles``) and emits one; the fields are those of ``formats.cuda.Entry``.
 
-    ``group``: threads that share a row (``PtxEmitter``).
+    ``group``: threads that share a row (``PtxEmitter``). ``resident``: threads a multiprocessor should hold at once, which bounds
+    registers: 512 leave each 128 of them, and keep the assembler from spilling some to hold more threads.
     """
 
     symbol: str
@@ -26,6 +27,7 @@ class Entry:
     sym: str = ""
     low: int = 0
     high: int = 0
+    resident: int = 512
 
     def described(self) -> fmt.Entry:
         return fmt.Entry(self.symbol, self.block, list(self.grid), self.sym, self.low, self.high)
@@ -33,11 +35,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Form:
-    """The GPU form of a kernel specification."""
+    """The GPU form of a kernel specification; extra memory as in ``formats.cuda.CudaKernel``."""
 
     entries: tuple[Entry, ...]
     extra_bytes: int = 0
     extra_div: int = 1
+    slice_tokens: int = 1
 
 
 def rows_factor(rows: str, div: int, mult: int) -> tuple[fmt.Factor, ...]:

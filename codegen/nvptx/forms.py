@@ -113,7 +113,8 @@ def form_of(spec: KernelSpec) -> Form:
 def describe(spec: KernelSpec) -> fmt.CudaKernel:
     """What the runtime needs to know to launch the kernel."""
     form = form_of(spec)
-    return fmt.CudaKernel(signature(spec), len(spec.arg_names), [e.described() for e in form.entries], form.extra_bytes, form.extra_div)
+    entries = [e.described() for e in form.entries]
+    return fmt.CudaKernel(signature(spec), len(spec.arg_names), entries, form.extra_bytes, form.extra_div, form.slice_tokens)
 
 
 def emit_ptx(specs: Sequence[KernelSpec], sm: str | PtxTarget) -> str:
@@ -127,14 +128,14 @@ def emit_all(specs: Sequence[KernelSpec], targets: Sequence[PtxTarget]) -> dict[
     ordered = sorted(dict.fromkeys(targets), key=lambda t: int(t.sm.removeprefix("sm_")))
     target = ordered[0]
     module = ptx.new_module("ggufc")
-    blocks: dict[str, int] = {}
+    bounds: dict[str, tuple[int, int]] = {}
     for spec in dict.fromkeys(specs):
         for entry in form_of(spec).entries:
             e = PtxEmitter(module, target, entry.symbol, len(spec.arg_names), entry.block, entry.group)
             entry.body(e)
             e.finish()
-            blocks[entry.symbol] = entry.block
-    return dict(zip((t.sm for t in ordered), ptx.to_text(ordered, module, blocks)))
+            bounds[entry.symbol] = entry.block, entry.resident
+    return dict(zip((t.sm for t in ordered), ptx.to_text(ordered, module, bounds)))
 
 
 def manifest(schedules: Sequence[Schedule], texts: dict[str, str]) -> fmt.CudaManifest:

@@ -105,9 +105,9 @@ class _Lane:
                 word = e.pack_halves(u, v)
                 back = [e.f16_to_f32(b.trunc(b.lshr(word, e.i32(shift)), I16)) for shift in (0, 16)]
             else:
-                rounded = [b.and_(b.add(b.bitcast(w, I32), e.i32(0x8000)), e.i32(-65536)) for w in (u, v)]
-                word = e.permute_bytes(*rounded, e.i32(0x7632))
-                back = [b.bitcast(w, F32) for w in rounded]
+                first, second = (b.and_(b.add(b.bitcast(w, I32), e.i32(0x8000)), e.i32(-65536)) for w in (u, v))
+                word = e.permute_bytes(first, second, e.i32(0x7632))
+                back = [b.bitcast(w, F32) for w in (first, second)]
             words.append(word)
             rest += [b.fsub(w, r) for w, r in zip((u, v), back)]
         return words, rest

@@ -15,11 +15,6 @@ from .target import TRIPLE, PtxTarget
 
 DATA_LAYOUT = "e-p6:32:32-i64:64-i128:128-i256:256-v16:16-v32:32-n16:32:64"
 
-_THREADS = 512
-"""Threads a multiprocessor should hold at once: leaves each 128 registers, and keeps the assembler from spilling some to hold more
-threads.
-"""
-
 
 @lru_cache(maxsize=1)
 def _initialise() -> None:
@@ -39,10 +34,10 @@ def target_machine(target: PtxTarget) -> Any:
     return llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=target.sm, features=target.feature_string(), opt=3)
 
 
-def optimise(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> Any:
-    """Parse, verify and optimise; ``blocks`` are the threads per block of each kernel, which bound its registers."""
+def optimise(target: PtxTarget, module: ir.Module, bounds: dict[str, tuple[int, int]]) -> Any:
+    """Parse, verify and optimise; ``bounds``: of each kernel, threads per block and resident threads (``entry.Entry``)."""
     _initialise()
-    text = _with_attributes(str(module), blocks)
+    text = _with_attributes(str(module), bounds)
     try:
         parsed = llvm.parse_assembly(text)
         parsed.verify()
@@ -58,27 +53,27 @@ def optimise(target: PtxTarget, module: ir.Module, blocks: dict[str, int]) -> An
     return parsed
 
 
-def _with_attributes(text: str, blocks: dict[str, int]) -> str:
+def _with_attributes(text: str, bounds: dict[str, tuple[int, int]]) -> str:
     """Attach what llvmlite cannot express: the launch bound of every kernel."""
     lines: list[str] = []
     groups: list[str] = []
     for line in text.splitlines():
         if line.startswith("define "):
             name = line.split("@", 1)[1].split("(", 1)[0].strip('"')
-            if name in blocks:
-                bounds = f'"nvvm.maxntid"="{blocks[name]},1,1" "nvvm.minctasm"="{_blocks(blocks[name])}"'
-                groups.append(f"attributes #{len(groups) + 1} = {{ nounwind {bounds} }}")
+            if name in bounds:
+                limits = f'"nvvm.maxntid"="{bounds[name][0]},1,1" "nvvm.minctasm"="{_blocks(*bounds[name])}"'
+                groups.append(f"attributes #{len(groups) + 1} = {{ nounwind {limits} }}")
                 line += f" #{len(groups)}"
         lines.append(line)
     return "\n".join([*lines, *groups])
 
 
-def _blocks(threads: int) -> int:
+def _blocks(threads: int, resident: int) -> int:
     """Blocks a multiprocessor should hold; kernels of a warp per block walk rows in order and may take all registers they want."""
-    return max(1, _THREADS // threads) if threads > 32 else 1
+    return max(1, resident // threads) if threads > 32 else 1
 
 
-def to_text(targets: Sequence[PtxTarget], module: ir.Module, blocks: dict[str, int]) -> list[str]:
+def to_text(targets: Sequence[PtxTarget], module: ir.Module, bounds: dict[str, tuple[int, int]]) -> list[str]:
     """PTX of a module for each target; it is optimised once, for the first, and all others get the same arithmetic."""
-    best = optimise(targets[0], module, blocks)
+    best = optimise(targets[0], module, bounds)
     return [target_machine(target).emit_assembly(best.clone()) for target in targets]

@@ -15,6 +15,7 @@ from ggufc.codegen.schedule import Schedule, Step
 from ggufc.codegen.weights import activation_mode, weight_format
 from ggufc.formats.artifact import evaluate
 
+from .attention import token_block
 from .products import TILE_FROM
 
 
@@ -70,9 +71,10 @@ def estimate(schedule: Schedule, machine: Machine, tokens: int, context: int, ou
 def _work(step: Step, env: Mapping[str, int]) -> tuple[float, float]:
     spec, values = step.spec, dict(env)
     if isinstance(spec, FlashAttn):
-        # Keys and values pass once for each token and head block; seen entries grow by one per token.
+        # Keys and values pass once for each block of tokens; seen entries grow by one per token.
         seen = env["T"] * (env["R"] - (env["T"] - 1) / 2)
-        cache = evaluate(step.bytes, values) * seen / env["R"]
+        together = token_block(spec)
+        cache = evaluate(step.bytes, values) * seen / env["R"] / (together if env["T"] >= together else 1)
         return cache + 4.0 * env["T"] * spec.n_head * (spec.d + spec.dv), 2.0 * spec.n_head * (spec.d + spec.dv) * seen
     return float(evaluate(step.bytes, values)), float(evaluate(step.flops, values))
 

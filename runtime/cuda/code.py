@@ -52,7 +52,7 @@ def cuda_manifest(artifact: Artifact, device: Device | None = None) -> fmt.CudaM
     for kernel in manifest.kernels:
         for entry in kernel.entries:
             factors = all(f.div >= 1 and 0 <= f.mult < 1 << 40 for f in entry.grid)
-            if not (0 < entry.block <= 1024 and factors and kernel.extra_bytes >= 0 and kernel.extra_div >= 1):
+            if not (0 < entry.block <= 1024 and factors and kernel.extra_bytes >= 0 and min(kernel.extra_div, kernel.slice_tokens) >= 1):
                 raise ArtifactError(f"{artifact.path}: the launch of {entry.symbol!r} is malformed; {_REMEDY}")
     return manifest
 

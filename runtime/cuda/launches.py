@@ -19,7 +19,7 @@ from .code import LoadedCode
 from .device import Device
 
 EXTRA_BUDGET = 64 << 20
-"""Bytes for attention's partial results; more only where a single token needs more."""
+"""Bytes for attention's partial results; more only where the fewest tokens that go together need more."""
 
 _ROUNDED = ("R", "KV")
 """Symbols that grow with every token: micro-batches of one shape share the tiles they make, not their values."""
@@ -62,11 +62,12 @@ class Launches:
         return {symbol: sorted({div for s, div in pairs if s == symbol}) for symbol in _ROUNDED}
 
     def extra_size(self, most: Mapping[str, int]) -> int:
-        """Extra memory at the limits: the budget, less if the largest batch needs less, more if one token does."""
+        """Extra memory at the limits: the budget, less if the largest batch needs less, more if the smallest slice does."""
         size = 0
         for kernel in self.kernels.values():
             per_token = kernel.extra_bytes * -(-most["R"] // kernel.extra_div)
-            size = max(size, per_token, min(per_token * most["T"], EXTRA_BUDGET))
+            smallest = per_token * min(kernel.slice_tokens, most["T"])
+            size = max(size, smallest, min(per_token * most["T"], EXTRA_BUDGET))
         return size
 
     def bind(self, args: np.ndarray, first: Sequence[int], symbols: int, extra: int, extra_size: int) -> None:
@@ -98,7 +99,7 @@ class Launches:
             self._entries(kernel, words, env, dict(env), 0, own)
             return
         per_token = kernel.extra_bytes * max(1, -(-env["R"] // kernel.extra_div))
-        step = max(1, self._extra_size // per_token)
+        step = max(1, self._extra_size // per_token // kernel.slice_tokens) * kernel.slice_tokens
         for first in range(0, env["T"], step):
             self._entries(kernel, words, env, {**env, "T": min(step, env["T"] - first)}, first, own)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ggufc.codegen.kernels.attention_cpu import FlashAttn
+from ggufc.codegen.nvptx import describe
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
 from gpu_harness import run
@@ -32,14 +33,14 @@ class Case:
         self.v_raw = self.k_raw if spec.shared else quantize(spec.type_v, rng.normal(size=(n, width_v)).astype(np.float32))
         self.sinks = rng.normal(size=spec.n_head).astype(np.float32) * 3
 
-    def attend(self, tokens, order=None, **options):
+    def attend(self, tokens, order=None, bases=None, **options):
         spec, n = self.spec, self.n
         order = np.arange(n) if order is None else order  # list entry -> physical cell
         k, v = np.empty_like(self.k_raw), np.empty_like(self.v_raw)
         k[order], v[order] = self.k_raw, self.v_raw
         q = np.stack([self.q[row] for row, _, _ in tokens])
-        visible = np.array([(2, lo, hi) for _, lo, hi in tokens], np.int32)
-        cells = np.concatenate([[0, 0], order]).astype(np.int32)
+        visible = np.array([(base, lo, hi) for base, (_, lo, hi) in zip(bases or [2] * len(tokens), tokens)], np.int32)
+        cells = np.concatenate([[0, 0], order, [0] * 8]).astype(np.int32)
         ldo = spec.n_head * spec.dv + 3
         out = np.full((len(tokens), ldo), np.nan, np.float32)
         args = [q, q.shape[1], k, v, cells, visible, out, ldo, self.sinks, None]
@@ -70,19 +71,50 @@ class Case:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_values(spec):
-    """Within a split, over several, in a window, and for a token that sees nothing."""
+    """Within a split, over several, in a window, and for a token that sees nothing; a few tokens and more than share a block."""
     case = Case(spec, 300)
     tokens = [(0, 0, 1), (1, 0, 290), (2, 130, 257), (3, 7, 7)]
-    got = case.attend(tokens)
-    want = np.stack([case.reference(*t) for t in tokens])
-    assert np.abs(got - want).max() < 3e-6
+    tokens += [(i, max(0, i - 9), 240 + i) for i in range(4, 15)]
+    for some in (tokens[:4], tokens):
+        got = case.attend(some)
+        want = np.stack([case.reference(*t) for t in some])
+        assert np.abs(got - want).max() < 3e-6
 
 
-def test_equal_bits_alone_in_a_batch_and_in_slices():
-    """S65: neither other tokens, nor the slices memory forces, nor the places of cells change a bit."""
-    case = Case(SPECS[0], 280)
-    tokens = [(i, i, 150 + 20 * i) for i in range(5)]
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_equal_bits_alone_in_a_batch_and_in_slices(spec):
+    """S65: neither other tokens, nor the slices memory forces, nor the places of cells change a bit: blocks of one token, of several whose
+    ranges cut pieces differently, and tiles that end in the middle of a block.
+    """
+    case = Case(spec, 280)
+    tokens = [(i, 3 * i, 127 + 9 * i) for i in range(13)]
     whole = case.attend(tokens)
-    assert np.concatenate([case.attend([t]) for t in tokens]).tobytes() == whole.tobytes()
-    assert case.attend(tokens, slice_tokens=2).tobytes() == whole.tobytes()
+    assert np.concatenate([case.attend([t]) for t in tokens[:5]]).tobytes() == whole[:5].tobytes()
+    block = max(describe(spec).slice_tokens, 2)
+    assert case.attend(tokens, slice_tokens=block).tobytes() == whole.tobytes()
     assert case.attend(tokens, order=np.random.default_rng(1).permutation(280), max_blocks=3).tobytes() == whole.tobytes()
+
+
+def test_tokens_of_two_lists_in_one_block():
+    """S65: tokens that do not share a list go one after the other and get the bits they get alone."""
+    case = Case(SPECS[0], 280)
+    tokens = [(i, i, 100 + 9 * i) for i in range(10)]
+    bases = [2] * 3 + [7] * 5 + [2] * 2
+    mixed = case.attend(tokens, bases=bases)
+    for i in (0, 4, 9):
+        assert case.attend(tokens[i : i + 1], bases=bases[i : i + 1]).tobytes() == mixed[i : i + 1].tobytes()
+
+
+def test_what_a_token_does_not_see_cannot_spoil_it():
+    """Values of a cell that only a neighbour in the block sees may be infinite or not numbers."""
+    case = Case(FlashAttn(32, 32, 2, 1, "f32", "f32", 0.2), 140)
+    tokens = [(i, 0, 20 + i) for i in range(9)]
+    clean = case.attend(tokens)
+    values = case.v_raw.view(np.float32).copy()
+    values[22], values[23] = np.inf, np.nan
+    case.v_raw = values.view(np.uint8)
+    case.k_raw = case.k_raw.copy()
+    case.k_raw.view(np.float32)[23] = np.nan
+    got = case.attend(tokens)
+    assert got[:3].tobytes() == clean[:3].tobytes()
+    assert not np.isfinite(got[3:]).any()

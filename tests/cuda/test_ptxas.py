@@ -19,6 +19,7 @@ from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskTo
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
+from ggufc.codegen.kernels.routing import Route
 from ggufc.codegen.kernels.rowwise import Norm, RmsNorm
 from ggufc.codegen.kernels.select import GetRowsPlain, KqMask, TopK
 from ggufc.codegen.kernels.softmax import SoftMax, SumRows
@@ -32,8 +33,8 @@ from ggufc.codegen.weights import known_formats
 from ggufc.ir.dims import Dim
 from products import kernel_name
 
-SPILLED_BYTES = 16
-"""Per thread: what calls of 64-bit division may save."""
+SPILLED_BYTES = 32
+"""Per thread: what calls of 64-bit division may save, and tanh of many rows of attention."""
 SHARED_BYTES = 48 << 10
 """Static shared memory of a block on every architecture."""
 
@@ -45,6 +46,8 @@ CATALOGUE = [
     MatMul("q6_k", 14336, 4096, "add", True, "T"),
     MatMul("q8_0", 4096, 128256, "none", False, "O"),
     MatMul("f16", 4096, 4096, "gelu_glu", False, "T"),
+    MatMul("bf16", 4096, 1000, "add", True, "T"),
+    MatMul("f32", 4096, 256, "none", False, "T"),
     MatMulId("q4_k", 2048, 768, 128, 8, True),
     Quantize(4096, "q8_2", True, 1e-5),
     Quantize(14336, "q8_k", False, 0.0),
@@ -57,6 +60,7 @@ CATALOGUE = [
     FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088),
     FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
     FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True),
+    FlashAttn(256, 256, 4, 1, "f16", "f16", 0.06, softcap=50.0),
     FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
     DecodeRows(576, "q8_0"),
     Fill(0.0, ROWS),
@@ -71,6 +75,8 @@ CATALOGUE = [
     Copy(ROWS, contiguous("f16", (4096, T))),
     GetRowsPlain(ROWS, contiguous("i32", (T,)), ROWS),
     SoftMax(contiguous("f32", (128, T)), contiguous("f32", (128, T))),
+    Route(128, 8, T, "softmax", normalise="sum"),
+    Route(256, 8, T, "sigmoid", True, normalise="sum", scale=2.5),
     SumRows(contiguous("f32", (8, T)), contiguous("f32", (1, T))),
     TopK(contiguous("f32", (128, T)), 8),
     TopK(contiguous("f32", (4000, T)), 40),
