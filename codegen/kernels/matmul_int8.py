@@ -24,7 +24,7 @@ from ggufc.codegen.weights.base import Cursor, Parts, Unpacked, WeightFormat, lo
 
 _UNROLL = 4
 """Chunks of up to this many blocks are unrolled."""
-_AHEAD = 4096
+_AHEAD = 8192
 
 
 @dataclass
@@ -104,16 +104,17 @@ class Int8Product:
         return [a.get() for a in acc]
 
     def _prefetch(self, e: Emitter, i: Value, cursor: Cursor) -> None:
-        """Ask for what lies ``_AHEAD`` bytes further on.
+        """Ask for what lies ``_AHEAD`` bytes further on, into the second-level cache: more of its misses than of the first's are on their
+        way at a time.
 
         Where several tokens share a block, or unpacking is long, too few loads are on their way; and of the two streams in a chunk, scales
-        and codes, the hardware follows one.
+        and codes, the hardware follows one. Where neither holds, asking takes more than it gives.
         """
         m = self.format.chunk_blocks(self.k)
         lines = -(-self.format.chunk_bytes(self.k) // (64 * m))
         ahead = e.at(e.gep(cursor.supers, _AHEAD), e.b.and_(i, e.i64(m - 1)), 64 * lines)
         for line in range(lines):
-            e.prefetch(e.gep(ahead, 64 * line), 3)
+            e.prefetch(e.gep(ahead, 64 * line), 2)
 
     def _walk(self, e: Emitter, group: Value, part: int | Value) -> Iterator[tuple[Value, Cursor]]:
         """Inside emitted loops over the group: (number of the block of 32 columns, its addresses)."""
