@@ -247,7 +247,7 @@ class Lowering:
         seen = listed or (int(vis.attrs.get("window", 0)) if vis.op.name == "input" else 0)
         lanes = attention_cpu.window_lanes(seen)
         apart = attention_cpu.FlashAttnSplits(spec)
-        grid = ("", 1, spec.units * lanes) if lanes else ("R", attention_cpu.LANE, spec.units)
+        grid = ("", 1, apart.units * lanes) if lanes else ("R", attention_cpu.LANE, apart.units)
         self.emit(Step(apart, (*args[:6], NULL, *args[7:], partials, integer(lanes)), (9,), f"{node.name}.splits", *grid))
         read = row_bytes(k.dtype, groups * d) + (0 if shared else row_bytes(v.dtype, groups * dv))
         moved: Affine = {"T": seen * read} if seen else {"R": read}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ggufc.codegen.emitter import I16, PTR, Emitter, Value
+from llvmlite import ir
+
+from ggufc.codegen.emitter import I16, I64, PTR, Emitter, Value
 from ggufc.codegen.kernels import cache, cache_blocks
 from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, block_bytes
 
@@ -13,6 +15,9 @@ STEP = 16
 
 AHEAD = 4
 """Steps between the prefetch of a step's cells and their use by several tokens."""
+
+GROUP = AHEAD
+"""Steps that a lone token takes together; the addresses of as many more fit into the rings."""
 
 NEAR = 2
 """The same for a lone token, whose first step waits until the prefetches before it are under way."""
@@ -24,7 +29,7 @@ RING_BYTES = 2 * AHEAD * STEP * 8
 class CellRows:
     """One side (K or V) of the cache for one KV head: row ``head`` of ``n`` values of ``dtype`` in cells of ``cell`` values.
 
-    ``fetch``: whether ``announce`` prefetches; values that are part of the keys' rows come with them.
+    ``fetch``: whether there is anything to prefetch; values that are part of the keys' rows come with them.
     """
 
     def __init__(self, e: Emitter, dtype: str, n: int, cell: int, base: Value, head: Value, ring: Value, fetch: bool = True) -> None:
@@ -32,17 +37,25 @@ class CellRows:
         self.row_size = cache.row_bytes(dtype, n)
         self.cell_size = cache.row_bytes(dtype, cell)
         self.base = e.at(base, head, self.row_size)
+        self.shift: Value | None = None
+        """Distance of the head that is read from the one whose addresses are noted."""
         # Sixteen-bit values are transposed before they are widened, 32 per row and vector: half the shuffles.
         self.paired = dtype in ("f16", "bf16") and e.target.lanes == STEP
         self.block = 2 * e.target.lanes if self.paired else e.target.lanes
 
-    def announce(self, slot: Value, cell: Value, fetch: bool) -> None:
-        """Note the address of ``cell`` under ring index ``slot``; ``fetch``: start fetching all of it into the second-level cache."""
+    def note(self, slot: Value, cell: Value) -> None:
+        """Note the address of ``cell`` (i64, one or a vector of neighbours in the list) under ring index ``slot``."""
+        e, b = self.e, self.e.b
+        n = cell.type.count if isinstance(cell.type, ir.VectorType) else 1
+        offset = b.mul(cell, e.const(cell.type, self.cell_size))
+        e.store(b.add(offset, e.splat(b.ptrtoint(self.base, I64), n)), e.at(self.ring, slot, 8))
+
+    def fetch_row(self, slot: Value, heads: int = 1) -> None:
+        """Start fetching the rows of ``heads`` heads under ring index ``slot`` into the second-level cache."""
         e = self.e
-        row = e.at(self.base, cell, self.cell_size)
-        e.store(row, e.at(self.ring, slot, 8))
-        if self.fetch and fetch:
-            for line in range(0, self.row_size, 64):
+        if self.fetch:
+            row = e.load(PTR, e.at(self.ring, slot, 8))
+            for line in range(0, heads * self.row_size, 64):
                 e.prefetch(e.gep(row, line), 2)
 
     def fetch_part(self, row: Value, i: Value, count: int) -> None:
@@ -54,7 +67,8 @@ class CellRows:
 
     def row(self, first: Value, j: Value | int) -> Value:
         """Address of entry ``j`` of the step whose ring index starts at ``first``."""
-        return self.e.load(PTR, self.e.at(self.e.at(self.ring, first, 8), j, 8))
+        row = self.e.load(PTR, self.e.at(self.e.at(self.ring, first, 8), j, 8))
+        return row if self.shift is None else self.e.gep(row, self.shift)
 
     def chunks(self, size: int) -> Iterator[tuple[Value, int]]:
         """(index, count) over the row in chunks of ``size``: a loop, then a static tail."""
@@ -98,6 +112,26 @@ class CellRows:
             to = e.at(target, j, 4 * padded)
             for i, count in self.chunks(e.target.lanes):
                 e.store(self.load(row, i, count), e.at(to, i, 4))
+
+
+def joined(e: Emitter, rows: list[Value], stage: int) -> Value:
+    """Partial sums of neighbouring entries, two vectors to one: lane sums of both side by side.
+
+    Four vectors joined with ``stage`` 0 and then 1 hold, in each 128-bit lane, (x0 + x2) + (x1 + x3) of the four; stages 2 and 3 add such
+    lanes q as (q0 + q2) + (q1 + q3), or q0 + q1 of two. In the end lane j is the sum of vector j.
+    """
+    a, c = rows
+    n = a.type.count
+    if stage < 2:
+        low, high = ([0, n, 1, n + 1], [2, n + 2, 3, n + 3]) if stage == 0 else ([0, 1, n, n + 1], [2, 3, n + 2, n + 3])
+        halves = [[q + i for q in range(0, n, 4) for i in part] for part in (low, high)]
+    elif n == 8:
+        halves = [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]
+    elif stage == 2:
+        halves = [[*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]]
+    else:
+        halves = [[*range(q, q + 4), *range(q + 8, q + 12), *range(q + 16, q + 20), *range(q + 24, q + 28)] for q in (0, 4)]
+    return e.b.fadd(*(e.shuffle(a, c, lanes) for lanes in halves))
 
 
 def transpose(e: Emitter, rows: list[Value]) -> list[Value]:

@@ -1,10 +1,11 @@
 """Attention over the cell list of a cache, with online softmax, for CPUs.
 
 One tile of work is a block of tokens and a group of query heads that share a KV head. The list of a token's cells is walked in steps of
-16 entries and in splits of 512, both counted from entry 0. For each step the K rows are converted to f32 and transposed, the V rows
-converted, once for all query heads of the group and all tokens of the block that share the list. Per row (token, query head) and step:
+16 entries and in splits of 256, both counted from entry 0. For each step the K rows are converted to f32 and transposed, the V rows
+converted, once for all query heads of the group and all tokens of the block that share the list; a lone token with few heads reads the
+rows as they lie. Per row (token, query head) and step:
 
-    s_j = sum_i q_i K_ij                 one fused chain over i ascending; lanes hold the 16 entries j
+    s_j = tree_r(sum_i q_i K_ij)         fused chains over i = r, r + lanes, ..., added in the tree of ``attention_cells.joined``
     m'  = max s if max s > m + 8, else m; acc, l *= e^(m - m') if m' > m
     p_j = e^(s_j - m'); l_j += p_j       l keeps 16 partial sums, added by halving at the end
     acc += p_j V_j                       one fused chain over j ascending; lanes hold the value's elements
@@ -20,7 +21,7 @@ on the size of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,17 +31,20 @@ from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache
 from ggufc.codegen.kernels.attention_rows import RECORD, Scratch
-from ggufc.codegen.kernels.attention_steps import Span, Steps
+from ggufc.codegen.kernels.attention_scores import Span
+from ggufc.codegen.kernels.attention_steps import Steps
 
-SPLIT = 512
+SPLIT = 256
 """Entries of the cell list per split."""
 
 LANE = 256
 """Entries of all cell lists together per lane of ``FlashAttnSplits``."""
 
-_SPLIT_BITS = 9
+_SPLIT_BITS = 8
 _ROWS = 64
 """Rows of a tile: enough to repay the conversion of a step, few enough for the second-level cache."""
+_CELL_BYTES = 2048
+"""Bytes of a cell up to which a tile may take all KV heads: what they share the prefetch of must stay in the second-level cache."""
 _RECORDS = 1 << 18
 """Bytes of partial results per split, all tokens and heads together."""
 
@@ -92,6 +96,13 @@ class FlashAttn:
         return next(n for n in range(min(group, _ROWS // 2), 0, -1) if group % n == 0)
 
     @property
+    def tile_heads(self) -> int:
+        """KV heads per tile of ``FlashAttnSplits``: all where a lone token reads the cache directly and cells are small."""
+        few = self.head_block <= 4 and self.head_block == self.n_head // self.n_head_kv
+        largest = max(cache.row_bytes(t, n) for t, n in zip((self.type_k, self.type_v), self.cells_of))
+        return self.n_head_kv if few and not self.shared and largest <= _CELL_BYTES and self.n_head_kv <= self.token_block else 1
+
+    @property
     def token_block(self) -> int:
         """Tokens per tile."""
         return max(1, min(16, _ROWS // self.head_block))
@@ -139,8 +150,13 @@ class FlashAttnSplits:
     attention: FlashAttn
     arg_names: ClassVar[tuple[str, ...]] = (*FlashAttn.arg_names, "lanes")
 
+    @property
+    def units(self) -> int:
+        """Groups of query heads: tiles per lane."""
+        return self.attention.units // self.attention.tile_heads
+
     def emit(self, e: Emitter) -> None:
-        Attention(self.attention, e).emit_splits()
+        Attention(self.attention, e, self.attention.tile_heads).emit_splits()
 
     def scratch_bytes(self, target: Target) -> int:
         return Scratch(self.attention).size
@@ -157,11 +173,12 @@ class Attention(Steps):
     lanes_at = 10
     """The argument that holds the number of lanes."""
 
-    def __init__(self, spec: FlashAttn, e: Emitter) -> None:
-        unit = e.b.urem(e.tile, e.i64(spec.units))
+    def __init__(self, spec: FlashAttn, e: Emitter, block: int = 1) -> None:
+        units = spec.units // block
+        unit = e.b.mul(e.b.urem(e.tile, e.i64(units)), e.i64(block))
         per_head = spec.n_head // spec.n_head_kv // spec.head_block
-        super().__init__(spec, e, e.b.mul(unit, e.i64(spec.head_block)), e.b.udiv(unit, e.i64(per_head)))
-        self.place = e.b.udiv(e.tile, e.i64(spec.units))
+        super().__init__(spec, e, e.b.mul(unit, e.i64(spec.head_block)), e.b.udiv(unit, e.i64(per_head)), block)
+        self.place = e.b.udiv(e.tile, e.i64(units))
         self.visible, self.partials = e.arg_ptr(5), e.arg_ptr(9)
         self.tokens = e.param("T")
         self.splits = e.ceil_div(e.param("R"), SPLIT)
@@ -234,7 +251,7 @@ class Attention(Steps):
                 high.set(e.imax(high.get(), hi))
             all_low.set(e.imax(all_low.get(), lo))
             all_high.set(e.imin(all_high.get(), hi))
-        return Span(e.at(self.cells, self.triple(begin, 0), 4), low.get(), high.get(), all_low.get(), all_high.get())
+        return Span(e.at(self.cells, self.triple(begin, 0), 4), low.get(), high.get(), all_low.get(), all_high.get(), high.get())
 
     def clip(self, span: Span, split: Value) -> Span:
         """The part of a span that lies in a split."""
@@ -248,22 +265,22 @@ class Attention(Steps):
         stop = b.add(b.ashr(b.sub(high, e.i64(1)), e.i64(_SPLIT_BITS)), e.i64(1))
         return b.ashr(low, e.i64(_SPLIT_BITS)), b.select(b.icmp_signed("<", low, high), stop, e.i64(0))
 
-    def start(self, begin: Value, end: Value) -> Value:
-        """Queries, bounds and empty states of a run's rows; their number."""
-        e = self.e
-        with self.each_row(begin, end) as (t, h, r):
+    def start(self, begin: Value, end: Value, heads: int = 0) -> Value:
+        """Queries, bounds and empty states of a run's rows; their number. ``heads`` = 0 stands for those of one KV head's group."""
+        e, heads = self.e, heads or self.spec.head_block
+        with self.each_row(begin, end, heads) as (t, h, r):
             self.load_query(t, h, r)
             self.bound(r, self.triple(t, 1), self.triple(t, 2))
             self.clear(r)
             self.clear_merged(r)
-        return e.b.mul(e.b.sub(end, begin), e.i64(self.spec.head_block))
+        return e.b.mul(e.b.sub(end, begin), e.i64(heads))
 
     @contextmanager
-    def each_row(self, begin: Value, end: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """(token, head of the group, row)."""
-        e, b = self.e, self.e.b
-        with e.for_range(begin, end, name="token") as t, e.for_range(0, self.spec.head_block, name="head") as h:
-            yield t, h, b.add(b.mul(b.sub(t, begin), e.i64(self.spec.head_block)), h)
+    def each_row(self, begin: Value, end: Value, heads: int = 0) -> Iterator[tuple[Value, Value, Value]]:
+        """(token, head, row); ``heads`` as for ``start``."""
+        e, b, heads = self.e, self.e.b, heads or self.spec.head_block
+        with e.for_range(begin, end, name="token") as t, e.for_range(0, heads, name="head") as h:
+            yield t, h, b.add(b.mul(b.sub(t, begin), e.i64(heads)), h)
 
     def attend(self, begin: Value, end: Value) -> None:
         """The splits of a run one after the other."""
@@ -289,10 +306,29 @@ class Attention(Steps):
         with e.while_loop("split") as splits:
             splits.break_if(b.icmp_signed(">=", own.get(), stop))
             split = own.get()
-            self.walk(self.clip(span, split), self.start(begin, end))
-            with self.each_row(begin, end) as (t, h, r):
-                self.record(r, self.record_at(t, split, h))
+            self.walk_split(span, split, begin, end)
             own.set(b.add(split, lanes))
+
+    def walk_split(self, span: Span, split: Value, begin: Value, end: Value) -> None:
+        """A split of a run to records: of a lone token under all KV heads of the tile at once, of several under one after the other."""
+        e, b = self.e, self.e.b
+        part = self.clip(span, split)
+
+        def walked(walk: Callable[[Value], None], heads: int = 0) -> None:
+            walk(self.start(begin, end, heads))
+            with self.each_row(begin, end, heads) as (t, h, r):
+                self.record(r, self.record_at(t, split, h))
+
+        if self.block == 1:
+            walked(lambda rows: self.walk(part, rows))
+            return
+        with e.if_else(b.icmp_signed("==", b.sub(end, begin), e.i64(1))) as (one, several):
+            with one:
+                walked(lambda _: self.walk_alone(part), self.spec.head_block * self.block)
+            with several, self.each_unit() as (_, first_row):
+                self.first_head = first_row
+                walked(lambda rows: self.walk_together(part, rows))
+                self.first_head = e.i64(0)
 
     def merge_records(self, t: Value, h: Value) -> None:
         e = self.e

@@ -10,6 +10,7 @@ The first split that holds anything is taken as it is. A sink is the last to be 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from llvmlite import ir
@@ -40,6 +41,7 @@ class Scratch:
         self.k_ring = self._take(RING_BYTES)
         self.v_ring = self._take(RING_BYTES)
         self.k = self._take(4 * STEP * spec.d)
+        self.quads = self._take(4 * STEP * STEP * 4)  # partial sums of a group's quads under up to four heads
         self.v = self._take(4 * STEP * self.padded)
         self.q = self._take(4 * spec.d * self.rows)
         self.acc = self._take(4 * self.padded * self.rows)
@@ -111,26 +113,33 @@ class Rows:
         with e.for_range(0, n, self.lanes) as i:
             at = e.at(p, i, 4)
             e.store(e.b.fmul(e.load(vec(F32, self.lanes), at), factor), at)
+
+    def capped(self, v: Value) -> Value:
+        """Scores after the soft cap, if there is one."""
+        e, b = self.e, self.e.b
+        if not self.spec.softcap:
+            return v
+        scaled = b.fmul(v, e.const(v.type, 1 / self.spec.softcap))
+        return b.fmul(vmath.tanh(e, scaled), e.const(v.type, self.spec.softcap))
+
     def soften(self, p: Value, entry: Value, r: Value) -> None:
-        """Scores of row ``r`` for one step to probabilities relative to the row's reference score."""
-        e, b, s, n = self.e, self.e.b, self.s, self.lanes
-        ty = vec(F32, n)
-        row = e.at(p, r, 4 * STEP)
-        bounds = self.at(s.bounds, r, 8)
+        """Capped scores ``p`` of row ``r`` for the step that begins at ``entry`` to probabilities relative to the row's reference score."""
+        e, b, n = self.e, self.e.b, self.lanes
+        bounds = self.at(self.s.bounds, r, 8)
         lo, hi = (e.splat(e.load(I32, e.gep(bounds, 4 * i)), n) for i in range(2))
         index = e.splat(b.trunc(entry, I32), n)
-        scores = []
         for w in range(self.width):
-            v = e.load(ty, e.gep(row, 4 * n * w))
-            if self.spec.softcap:
-                cap = e.const(ty, self.spec.softcap)
-                v = b.fmul(vmath.tanh(e, b.fmul(v, e.const(ty, 1 / self.spec.softcap))), cap)
+            at = e.gep(p, 4 * n * w)
             lanes = b.add(index, e.const_vec(I32, range(n * w, n * w + n)))
             seen = b.and_(b.icmp_signed(">=", lanes, lo), b.icmp_signed("<", lanes, hi))
-            scores.append(b.select(seen, v, e.const(ty, float("-inf"))))
-        most = scores[0]
-        for v in scores[1:]:
-            most = e.fmax(most, v)
+            v = e.load(vec(F32, n), at)
+            e.store(b.select(seen, v, e.const(v.type, float("-inf"))), at)
+        self.soften_seen(p, r)
+
+    def soften_seen(self, p: Value, r: Value) -> None:
+        """As ``soften``, of capped scores; those of entries that row ``r`` does not see are -inf."""
+        e, b, s, n = self.e, self.e.b, self.s, self.lanes
+        most = self.largest([e.load(vec(F32, n), e.gep(p, 4 * n * w)) for w in range(self.width)])
         top = self.at(s.tops, r, 4)
         old = e.load(F32, top)
         bits = ir.IntType(n)
@@ -141,13 +150,26 @@ class Rows:
             factor = e.splat(vmath.exp_flushed(e, b.fsub(old, new)), n)
             self.rescale(self.at(s.acc, r, 4 * s.padded), s.padded, factor)
             self.rescale(self.at(s.sums, r, 4 * STEP), STEP, factor)
-        reference = e.splat(e.load(F32, top), n)
-        sums = self.at(s.sums, r, 4 * STEP)
-        for w, v in enumerate(scores):
-            probability = vmath.exp_flushed(e, b.fsub(v, reference))
-            e.store(probability, e.gep(row, 4 * n * w))
-            at = e.gep(sums, 4 * n * w)
-            e.store(b.fadd(e.load(vec(F32, n), at), probability), at)
+        self.weigh(p, r, 1)
+
+    def largest(self, v: list[Value]) -> Value:
+        """Maximum of each lane."""
+        return reduce(self.e.fmax, v)
+
+    def weigh(self, p: Value, r: Value, steps: int) -> None:
+        """Probabilities from the scores of ``steps`` adjacent steps, none of which moves the reference of row ``r``."""
+        e, b, n = self.e, self.e.b, self.lanes
+        ty = vec(F32, n)
+        reference = e.splat(e.load(F32, self.at(self.s.tops, r, 4)), n)
+        sums = [e.gep(self.at(self.s.sums, r, 4 * STEP), 4 * n * w) for w in range(self.width)]
+        totals = [e.load(ty, at) for at in sums]
+        for i in range(steps * self.width):
+            at = e.gep(p, 4 * n * i)
+            probability = vmath.exp_flushed(e, b.fsub(e.load(ty, at), reference))
+            e.store(probability, at)
+            totals[i % self.width] = b.fadd(totals[i % self.width], probability)
+        for at, total in zip(sums, totals):
+            e.store(total, at)
 
     # -- splits ------------------------------------------------------------------------------------------------------
 

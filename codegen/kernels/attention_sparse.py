@@ -1,6 +1,6 @@
 """Attention over listed rows of two kinds under one softmax, for CPUs: the walk of ``attention_cpu``, first over one kind, then the other.
 
-Both kinds are cut into splits of 512 entries of a token's list. A row's splits are merged in ascending order, those of the first kind
+Both kinds are cut into splits of a token's list. A row's splits are merged in ascending order, those of the first kind
 before those of the second, by whoever computed them; so the bits depend on a token's lists alone, as in ``attention_cpu``.
 """
 

@@ -64,7 +64,7 @@ def test_sinks():
 def test_a_window_bounds_the_launch_of_splits():
     apart, whole, _ = steps(attention(window=5000))
     assert whole.bytes == {"T": 5000 * 96 * 2}
-    assert (apart.sym, apart.mult) == ("", 11) and apart.args[10].value == 11
+    assert (apart.sym, apart.mult) == ("", 21) and apart.args[10].value == 21
 
 
 @pytest.mark.parametrize(
