@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +57,13 @@ def write_artifact(
     done = 0
     total = sum(stored_bytes(w) for _, w in weights)
 
+    digests: list[Any] = [hashlib.sha256(image.code)] + [hashlib.sha256(text.encode("ascii")) for text in (ptx[1].values() if ptx else ())]
+
     def count(chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         nonlocal done
+        digests.append(hashlib.sha256())
         for chunk in chunks:
+            digests[-1].update(np.ascontiguousarray(chunk).view(np.uint8).reshape(-1).data)
             done += chunk.nbytes
             if progress:
                 progress(done, total)
@@ -66,6 +71,8 @@ def write_artifact(
 
     for plan, weight in weights:
         writer.add_tensor(weight.name, (stored_bytes(weight),), "i8", lambda p=plan, w=weight: count(stored_chunks(p.graph, w, source)))
+    size = 32 * (len(digests) + len(weights))
+    writer.add_tensor(fmt.DIGESTS_TENSOR, (size,), "i8", lambda: [np.frombuffer(b"".join(d.digest() for d in digests), np.uint8)])
     writer.finish()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,11 +104,20 @@ def open_model(source: str | os.PathLike[str]) -> Iterator[tuple[GGUFFile, Model
 
 
 def stages(source: str | os.PathLike[str], options: CompileOptions, program: str = "eval") -> Iterator[tuple[str, Graph]]:
-    """(stage, graph) for ``built``, ``after:PASS`` for each pass and ``final``; the graph is a snapshot."""
+    """(stage, graph) for ``built``, ``after:PASS`` for each pass and ``final``; the graph is a snapshot.
+
+    A pass that runs again is ``after:PASS#2`` and so on.
+    """
     with open_model(source) as (_, model):
         graph = build_graph(model, options, program)
         snapshots: list[tuple[str, Graph]] = [("built", graph.clone())]
-        run_passes(graph, options, lambda name, g: snapshots.append((f"after:{name}", g.clone())))
+        runs: Counter[str] = Counter()
+
+        def keep_snapshot(name: str, after: Graph) -> None:
+            runs[name] += 1
+            snapshots.append((f"after:{name}" + (f"#{runs[name]}" if runs[name] > 1 else ""), after.clone()))
+
+        run_passes(graph, options, keep_snapshot)
         snapshots.append(("final", graph))
     yield from snapshots
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.keep import expose
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, quantize
+from ggufc.codegen.lower_attributes import refuse_unknown_attributes
 from ggufc.codegen.lower_experts import emit_experts, match_gated_experts
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
@@ -56,6 +57,8 @@ class Lowering:
             self.schedule.inputs.append(input_spec(node))
         for name, node in g.outputs.items():
             self.schedule.outputs[name] = [form(d) for d in node.ne]
+        for node in g.nodes:
+            refuse_unknown_attributes(node)
         self._match()
         for node in g.nodes:
             fusion = self.anchors.get(node)

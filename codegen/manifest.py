@@ -20,6 +20,7 @@ from ggufc.formats.artifact import Cache, Kernel, Manifest
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir.dims import parse_dim
 from ggufc.models.model import Model
+from ggufc.passes.fusion_counts import fusion_counts
 from ggufc.passes.split_heads import ANALYSIS as SPLIT_HEADS
 from ggufc.passes.split_heads import REST
 
@@ -37,10 +38,6 @@ def make_manifest(
     index = {spec: i for i, spec in enumerate(specs)}
     programs = []
     for c in compilations:
-        counts: dict[str, int] = {}
-        for record in c.records:
-            for rule, n in record.counts.items():
-                counts[f"{record.name}:{rule}"] = counts.get(f"{record.name}:{rule}", 0) + n
         observed = c.graph.analysis.get("observations", {})
         programs.append(
             c.schedule.finish(
@@ -48,7 +45,7 @@ def make_manifest(
                 nodes=len(c.graph.nodes),
                 node_budget=int(c.graph.analysis.get("node-estimate", 0)),
                 reuse_key=sorted(observed.items()),
-                fusions=counts,
+                fusions=fusion_counts(c.records),
             )
         )
     return Manifest(

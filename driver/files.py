@@ -55,10 +55,30 @@ def _umask() -> int:
 
 
 def refuse_to_overwrite(output: Path | None, *inputs: Path) -> None:
-    """An output that is one of the files the command reads is a slip that costs the user that file."""
+    """An output that is one of the files the command reads is a slip that costs the user that file; one that cannot be written (as
+    ``require_writable``) would cost the time of all that comes before writing it.
+    """
+    if output is None:
+        return
     for file in inputs:
-        if output is not None and output.exists() and output.samefile(file):
+        if output.exists() and output.samefile(file):
             raise DriverError(f"{output} is a file this command reads; choose another -o")
+    require_writable(output)
+
+
+def require_writable(output: Path) -> None:
+    """Refuse, before any work, an output that could not be written at its end: a missing folder, or one that takes no files."""
+    if output.exists() and not output.is_file():
+        return  # a device or a pipe
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise DriverError(f"there is no folder {folder}; create it, or choose another -o")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{output.name[:64]}.", suffix=".tmp", dir=folder)
+    except OSError as error:
+        raise DriverError(f"{folder} takes no files ({error.strerror}); choose another -o") from None
+    os.close(handle)
+    Path(name).unlink()
 
 
 def read_text(path: Path) -> str:

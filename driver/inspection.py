@@ -145,7 +145,7 @@ def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: 
 def _sections(artifact: Artifact) -> list[Data]:
     """Where the artifact's bytes are: weights by dtype of origin are not known here, so weights count as one."""
     tensors = artifact.file.tensors
-    weights = [t for name, t in tensors.items() if not name.startswith((fmt.IMAGE_TENSOR, cuda.TENSOR))]
+    weights = [t for name, t in tensors.items() if not name.startswith((fmt.IMAGE_TENSOR, fmt.DIGESTS_TENSOR, cuda.TENSOR))]
     gpu = [t.nbytes for name, t in tensors.items() if name.startswith(cuda.TENSOR)]
     graphs = [key for key in artifact.metadata if key.startswith(fmt.GRAPH_KEY)]
     text = sum(len(str(artifact.metadata[key])) for key in graphs)

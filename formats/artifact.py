@@ -16,6 +16,8 @@ VERSION_KEY = "ggufc.format_version"
 GRAPH_KEY = "ggufc.graph."
 DIGEST_KEY = "ggufc.digest."
 IMAGE_TENSOR = "ggufc.image"
+DIGESTS_TENSOR = "ggufc.digests"
+"""Bytes of the last tensor: the sha256 (32 bytes) of every tensor before it, in the file's order."""
 
 Affine = dict[str, int]
 

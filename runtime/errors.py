@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+
 from ggufc.formats.errors import GgufcError
+
+
+def require_integer(what: str, value: object, low: int, high: int) -> None:
+    """Raise ``RuntimeRefusal`` unless ``value`` is a whole number from ``low`` to ``high``."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = low - 1
+    if isinstance(value, bool) or not low <= number <= high:
+        raise RuntimeRefusal(f"{what} is {value!r}; give a whole number from {low} to {high}")
 
 
 class RuntimeRefusal(GgufcError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_integer
 from .sampling import Sampler, SamplingOptions
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Continuation:
         ignore_eos: bool,
         on_token: Callable[[int, str], None] | None = None,
     ) -> None:
+        require_integer("n_predict", n_predict, -1, 1 << 31)
+        if not isinstance(sampling, SamplingOptions):
+            raise RuntimeRefusal(f"sampling is {sampling!r}; give SamplingOptions(...)")
         self._sampler = Sampler(sampling)
         self._stop, self._on_token, self._n_predict = StopFilter(stop), on_token, n_predict
         has_tokenizer = session.artifact.metadata.get("tokenizer.ggml.model", "none") != "none"
@@ -122,6 +125,8 @@ class Generation:
         context_shift: bool,
         n_keep: int,
     ) -> None:
+        require_integer("seq", seq, 0, session.n_seq_max - 1)
+        require_integer("n_keep", n_keep, 0, 1 << 31)
         self._session, self._prompt, self._seq = session, prompt, seq
         self._next = Continuation(session, n_predict, sampling, stop, ignore_eos, on_token)
         self._reuse, self._shift, self._n_keep = reuse_prefix, context_shift, n_keep

@@ -240,7 +240,7 @@ class KVCells:
         return int(entries.pos[-1]) if len(entries) else -1
 
     def _check_seq(self, seq: int, what: str) -> None:
-        if not 0 <= seq < self.n_seq_max:
+        if not isinstance(seq, (int, np.integer)) or not 0 <= seq < self.n_seq_max:
             raise RuntimeRefusal(f"{what}: sequence {seq} does not exist; ids run from 0 to {self.n_seq_max - 1} (n_seq_max)")
 
     # Sequence operations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .batch import Batch
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_integer
 from .generation import Continuation
 from .sampling import SamplingOptions
 
@@ -58,6 +58,8 @@ class ParallelGeneration:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingOptions) else list(sampling)
         if len(each) != len(prompts):
             raise RuntimeRefusal(f"{len(prompts)} prompts but {len(each)} sampling options; give one for all, or one for each")
+        if n_parallel is not None:
+            require_integer("n_parallel", n_parallel, 1, session.n_seq_max)
         free = [seq for seq in range(session.n_seq_max) if session.pos_max(seq) < 0]
         wanted = len(free) if n_parallel is None else n_parallel
         if not 1 <= wanted <= len(free):

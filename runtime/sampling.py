@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_integer
 
 _BLOCK = 256
 
@@ -23,7 +23,7 @@ _BLOCK = 256
 class SamplingOptions:
     """``temp`` <= 0 is greedy; ``top_k`` <= 0, ``top_p`` >= 1, ``min_p`` <= 0 and ``repeat_penalty`` = 1 switch a step off.
 
-    ``repeat_last_n``: tokens of history the penalty looks at, 0 = none, -1 = all. ``seed`` None draws one from the system.
+    ``repeat_last_n``: tokens of history the penalty looks at, 0 = none, -1 = all. ``seed`` None or negative draws one from the system.
     """
 
     temp: float = 0.8
@@ -37,14 +37,16 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name in ("temp", "top_p", "min_p", "repeat_penalty"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise RuntimeRefusal(f"sampling: {name} is {value!r}; give a finite number")
         if self.repeat_penalty <= 0:
             raise RuntimeRefusal(f"sampling: repeat_penalty is {self.repeat_penalty}; it divides logits and must be positive (1 = off)")
         if self.top_p < 0 or self.min_p > 1:
             raise RuntimeRefusal(f"sampling: top_p {self.top_p} and min_p {self.min_p} are probabilities; give values from 0 to 1")
-        if self.repeat_last_n < -1:
-            raise RuntimeRefusal(f"sampling: repeat_last_n is {self.repeat_last_n}; give -1 (all), 0 (none) or a number of tokens")
+        require_integer("sampling: top_k", self.top_k, -(1 << 31), 1 << 31)
+        require_integer("sampling: repeat_last_n", self.repeat_last_n, -1, 1 << 31)
+        if self.seed is not None:
+            require_integer("sampling: seed", self.seed, -(1 << 64), 1 << 64)
 
 
 GREEDY = SamplingOptions(temp=0.0)

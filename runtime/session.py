@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -24,7 +25,7 @@ from . import inputs, kshift, programs, windows
 from .artifact import Artifact
 from .batch import Batch, make_batch, next_token, sizes, visibility
 from .binding import CACHE_PAD, BoundProgram, pad
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_integer
 from .executor import Executor
 from .history import TokenHistory
 from .kvcells import KVCells
@@ -75,8 +76,10 @@ class Session:
         executor: Callable[..., BoundProgram] = Executor,
     ) -> None:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
-            if value is not None and not (low <= value <= 1 << 24):
-                raise RuntimeRefusal(f"{name} is {value}; give a number from {low} to {1 << 24}")
+            if value is not None:
+                require_integer(name, value, low, 1 << 24)
+        if not math.isfinite(defrag_threshold):
+            raise RuntimeRefusal(f"defrag_threshold is {defrag_threshold}; give a share from 0 to 1, or a negative number for never")
         self._owns_artifact = not isinstance(artifact, Artifact)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact, expect_digest)
         manifest = self.artifact.manifest

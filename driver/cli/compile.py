@@ -43,7 +43,7 @@ def command(
     import ggufc
     from ggufc.cli import terminal
     from ggufc.errors import DriverError
-    from ggufc.files import size_words
+    from ggufc.files import require_writable, size_words
     from ggufc.resolve import is_artifact, model_file
 
     with terminal.progress() as progress:
@@ -63,6 +63,7 @@ def command(
         from ggufc.passes.split_heads import with_split
 
         passes = with_split(passes or DEFAULT_PIPELINE, split_heads)
+    require_writable(output)
     with terminal.progress() as progress:
         report = ggufc.compile(
             source,

@@ -92,6 +92,7 @@ def command(
     rules = parse_rules(tolerance)
     case = read_case(case_file)
     check_case(case)
+    refuse_to_overwrite(save, case_file)
     source = model_file(model, say=terminal.say, quiet=not terminal.is_terminal())
     if is_artifact(source):
         raise DriverError(f"{source} is an artifact; ggufc diff compiles the model itself, so give the model the artifact came from")

@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Print the graph of MODEL at a stage of its compilation.
 
-    Stages: `built` (as the builder emits it), `after:PASS` (after the first run of that pass), `final`, `schedule` (launches and buffers),
+    Stages: `built` (as the builder emits it), `after:PASS` (a second run is `after:PASS#2`), `final`, `schedule` (launches and buffers),
     `llvm` and `asm` (generated kernels), `ptx` (GPU kernels; `ptx:sm_90` for an architecture). Text goes back in through `ggufc opt`. An
     artifact holds its final graphs, and PTX if it was compiled for GPUs.
     """
@@ -125,16 +125,18 @@ def _text_stage(path: Path, compile_options: CompileOptions, stage: str, name: s
 
 
 def _stage_graph(path: Path, compile_options: CompileOptions, stage: str, name: str) -> Graph:
+    from ggufc.cli import terminal
     from ggufc.codegen.compile import stages
     from ggufc.errors import DriverError
 
-    seen = []
-    for found, graph in stages(path, compile_options, name):
-        if found == stage:
-            return graph
-        seen.append(found)
-    known = ", ".join([*dict.fromkeys(seen), *_TEXT_STAGES, _PTX])
-    raise DriverError(f"there is no stage {stage!r}; the stages are {known}")
+    found = dict(stages(path, compile_options, name))
+    wanted = stage.removesuffix("#1") if stage.startswith("after:") else stage
+    if wanted not in found:
+        raise DriverError(f"there is no stage {stage!r}; the stages are {', '.join([*found, *_TEXT_STAGES, _PTX])}")
+    runs = [other for other in found if other.startswith(f"{wanted}#")]
+    if runs and wanted == stage:
+        terminal.say(f"{wanted.removeprefix('after:')} runs {len(runs) + 1} times, this is after the first; see also {', '.join(runs)}")
+    return found[wanted]
 
 
 def _render(graph: Graph, form: str, layer: int | None) -> str:

@@ -25,6 +25,7 @@ _ROWS_SHOWN = 12
 @click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch to size buffers for.")
 @click.option("-v", "--verbose", is_flag=True, help="Of an artifact: also run a few steps and show which graphs could be reused.")
 @click.option("--ptx", is_flag=True, help="Of an artifact with GPU code: registers, shared memory and occupancy of its kernels.")
+@click.option("--verify", is_flag=True, help="Of an artifact: check the digest of every tensor, and nothing else.")
 @click.option("--all", "everything", is_flag=True, help="Do not shorten lists.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
@@ -36,6 +37,7 @@ def command(
     ubatch_size: int,
     verbose: bool,
     ptx: bool,
+    verify: bool,
     everything: bool,
     as_json: bool,
 ) -> None:
@@ -52,6 +54,9 @@ def command(
     from ggufc.resolve import is_artifact, model_file
 
     path = options.artifact(model) if compiled else model_file(model, say=terminal.say, progress=None, quiet=not terminal.is_terminal())
+    if verify:
+        _verify(path)
+        return
     with GGUFFile.open(path) as file:
         data = inspection.describe_model(file)
         if show_tensors or as_json:
@@ -72,6 +77,21 @@ def command(
     lines = _artifact_lines(data, rows) if data["kind"] == "artifact" else _model_lines(data)
     for line in [*lines, *_gpu_lines(data.get("gpu"), rows), *_extra_lines(data)]:
         click.echo(line)
+
+
+def _verify(path: Path) -> None:
+    """Opening an artifact checks its manifest, code and references; here the tensors follow. Raises ``DriverError``."""
+    from ggufc import inspection, verification
+    from ggufc.cli import terminal
+    from ggufc.errors import DriverError
+    from ggufc.runtime import Artifact
+
+    with Artifact.open(path, features=inspection.AnyFeature()) as artifact, terminal.progress() as progress:
+        damaged = verification.damaged_tensors(artifact.file, progress)
+        count = len(artifact.file.tensors) - 1
+    if damaged:
+        raise DriverError(f"{path}: {len(damaged)} of {count} tensors are damaged ({_holders(damaged)}); compile the model again")
+    click.echo(f"{path}: {count} tensors, manifest and code are as they were written")
 
 
 def _artifact(path: Path, ctx_size: int | None, ubatch_size: int, ptx: bool) -> dict[str, Any]:

@@ -40,3 +40,27 @@ def test_refused_by_name(make, known, unknown, message):
     assert lower(make(known))[0].steps
     with pytest.raises(CodegenError, match=message):
         lower(make(unknown))
+
+
+def test_every_attribute_of_an_operator_with_a_kernel_is_known_or_refused() -> None:
+    """A new attribute is refused until lowering says that kernels read it; what it says must exist."""
+    from ggufc.codegen.lower_attributes import HONOURED
+    from ggufc.ir.ops.base import OPS
+
+    for name, attributes in HONOURED.items():
+        assert attributes <= {attr.name for attr in OPS[name].attrs}, name
+
+
+@pytest.mark.parametrize(("name", "value", "good"), [("scale", 0.5, False), ("scale", 1.0, True)])
+def test_an_attribute_that_no_kernel_reads_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: float, good: bool) -> None:
+    from ggufc.codegen import lower_attributes
+
+    monkeypatch.setitem(lower_attributes.HONOURED, "soft_max", frozenset())
+    g = Graph("t", symbols=SYMBOLS)
+    a = g.input("embd", "embd", TensorType("f32", (64, T)))
+    g.outputs["y"] = g.add("soft_max", a, name="probabilities", **{name: value})
+    if good:
+        lower(g)
+        return
+    with pytest.raises(CodegenError, match=r"node 'probabilities': the kernels of soft_max do not know its attribute scale = 0\.5"):
+        lower(g)

@@ -166,3 +166,55 @@ def test_long_values_are_shortened() -> None:
     assert short_value(list(range(20))) == "[0, 1, 2, 3, ...] (20 values)"
     assert short_value("x" * 300) == "x" * 100 + "... (300 characters)"
     assert short_value([1, 2]) == [1, 2]
+
+
+def test_a_pass_that_runs_again_has_a_stage_of_its_own(invoke, text_model: Path) -> None:
+    first = invoke("dump", text_model, "--stage", "after:cse")
+    assert "cse runs 2 times, this is after the first; see also after:cse#2" in first.stderr
+    again = invoke("dump", text_model, "--stage", "after:cse#2")
+    assert first.stdout != again.stdout and "flash_attn(" in again.stdout and "flash_attn(" not in first.stdout
+    assert invoke("dump", text_model, "--stage", "after:cse#1").stdout == first.stdout
+    with pytest.raises(DriverError, match="after:cse#2"):
+        invoke("dump", text_model, "--stage", "after:cse#3")
+
+
+def test_fusions_are_those_of_fusing_passes(invoke, artifact: Path) -> None:
+    from ggufc.passes.fusion_counts import FUSION_PASSES
+
+    (program, *_) = json.loads(invoke("inspect", artifact, "--json").stdout)["programs"]
+    assert program["fusions"]["fuse-norm/rms-norm-mul"] > 0
+    assert {name.partition("/")[0] for name in program["fusions"]} <= set(FUSION_PASSES)
+
+
+def test_a_damaged_tensor_is_found(invoke, artifact: Path, text_model: Path, tmp_path: Path) -> None:
+    assert "as they were written" in invoke("inspect", artifact, "--verify").stdout
+    from ggufc.formats.gguf_reader import GGUFFile
+
+    with GGUFFile.open(artifact) as file:
+        name = next(name for name in file.tensors if "ffn_down" in name)
+        content = bytearray(artifact.read_bytes())
+        content[content.find(file.data(name).tobytes()) + 5] ^= 1
+    (damaged := tmp_path / "damaged.ggufc").write_bytes(content)
+    assert invoke("inspect", damaged).exit_code == 0, "opening looks at code and manifest only"
+    with pytest.raises(DriverError, match=rf"1 of \d+ tensors are damaged \({name}"):
+        invoke("inspect", damaged, "--verify")
+    with pytest.raises(Exception, match="this is a model"):
+        invoke("inspect", text_model, "--verify")
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(
+    invoke, text_model: Path, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case := tmp_path / "case.json").write_text('{"options": {}, "steps": [{"op": "clear"}]}')
+    monkeypatch.setattr("ggufc.api.artifact_for", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr("ggufc.codegen.compile.compile_file", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr("ggufc.codegen.compile.stages", lambda *_, **__: pytest.fail("work began"))
+    (file := tmp_path / "file").write_text("")
+    for folder, message in ((tmp_path / "missing", "there is no folder"), (file, "there is no folder"), (Path("/proc"), "takes no files")):
+        for command in (
+            ("compile", text_model), ("dump", text_model), ("logits", artifact, case), ("diff", text_model, case),
+        ):  # fmt: skip
+            option = "--save" if command[0] == "diff" else "-o"
+            with pytest.raises(DriverError, match=message):
+                invoke(*command, option, folder / "out")
+    assert list(tmp_path.glob(".out*")) == []
