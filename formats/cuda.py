@@ -6,6 +6,8 @@ Launches, slots and weights are shared with the CPU; a launch of kernel i runs t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from .artifact import Affine
@@ -88,7 +90,7 @@ class CudaManifest(msgspec.Struct, frozen=True):
     writes: dict[str, list[dict[int, Affine]]] = {}
 
 
-def tiles(factors: list[Factor], env: dict[str, int]) -> int:
+def tiles(factors: list[Factor], env: Mapping[str, int]) -> int:
     """Number of tiles for values of the symbols."""
     total = 1
     for f in factors:

@@ -96,7 +96,7 @@ class Launches:
         words = words + [0] * (kernel.n_args - len(words))
         own = launch.mult * (-(-env[launch.sym] // launch.div) if launch.sym else 1)
         if not kernel.extra_bytes:
-            self._entries(kernel, words, env, dict(env), 0, own)
+            self._entries(kernel, words, env, env, 0, own)
             return
         per_token = kernel.extra_bytes * max(1, -(-env["R"] // kernel.extra_div))
         step = max(1, self._extra_size // per_token // kernel.slice_tokens) * kernel.slice_tokens
@@ -104,7 +104,7 @@ class Launches:
             self._entries(kernel, words, env, {**env, "T": min(step, env["T"] - first)}, first, own)
 
     def _entries(
-        self, kernel: cuda.CudaKernel, words: list[int], env: Mapping[str, int], slice_env: dict[str, int], first: int, own: int
+        self, kernel: cuda.CudaKernel, words: list[int], env: Mapping[str, int], slice_env: Mapping[str, int], first: int, own: int
     ) -> None:
         """Start what applies; ``slice_env`` has the tokens of the slice that begins with ``first``."""
         for entry in kernel.entries:

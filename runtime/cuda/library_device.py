@@ -6,6 +6,7 @@ Names and signatures follow NVIDIA's CUDA driver API reference.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
@@ -40,6 +41,12 @@ class _Driver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self._context: c_void_p | None = None
+        self._here = threading.local()
+
+    def enter(self, context: c_void_p) -> None:
+        """Make calls of any thread use ``context``: the driver keeps a current one for each."""
+        self._context = context
 
     def error(self, status: int) -> str:
         text = c_char_p()
@@ -51,6 +58,9 @@ class _Driver:
         return all(hasattr(self._library, name) for name in names)
 
     def status(self, name: str, *args: Any) -> int:
+        if self._context is not None and not getattr(self._here, "entered", False):
+            self._here.entered = True
+            self("use the context", "cuCtxSetCurrent", self._context)
         return int(getattr(self._library, name)(*args))
 
     def __call__(self, what: str, name: str, *args: Any) -> None:
@@ -126,7 +136,7 @@ class LibraryDevice:
         context, self._stream = c_void_p(), c_void_p()
         self.name, self.capability = _name(cuda, index), 10 * cuda.attribute(_MAJOR, index) + cuda.attribute(_MINOR, index)
         cuda("open a context", "cuDevicePrimaryCtxRetain", byref(context), index)
-        cuda("open a context", "cuCtxSetCurrent", context)
+        cuda.enter(context)
         cuda("make a stream", "cuStreamCreate", byref(self._stream), 0)
 
     def free_memory(self) -> int:
@@ -143,7 +153,8 @@ class LibraryDevice:
         return self._pool.alloc(size)
 
     def free(self, address: int) -> None:
-        self._pool.free(address)
+        if not self._closed:  # closing has freed everything
+            self._pool.free(address)
 
     def upload(self, address: int, data: np.ndarray) -> None:
         data = np.ascontiguousarray(data)
@@ -220,7 +231,8 @@ class LibraryDevice:
         self._cuda("start a recording", "cuGraphLaunch", recording, self._stream)
 
     def drop(self, recording: Any) -> None:
-        self._cuda("free a recording", "cuGraphExecDestroy", recording)
+        if not self._closed:
+            self._cuda("free a recording", "cuGraphExecDestroy", recording)
 
     def synchronize(self) -> None:
         self._cuda("finish", "cuStreamSynchronize", self._stream)

@@ -73,7 +73,8 @@ class PycudaDevice:
         return self._pool.alloc(size)
 
     def free(self, address: int) -> None:
-        self._pool.free(address)
+        if not self._closed:  # closing has freed everything
+            self._pool.free(address)
 
     def upload(self, address: int, data: np.ndarray) -> None:
         if data.nbytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import types
 
 import numpy as np
@@ -227,6 +228,32 @@ def test_a_failed_recording_leaves_the_stream_usable():
     with pytest.raises(ZeroDivisionError):
         device.record(lambda: 1 // 0)
     assert library.gpu.recording is None
+
+
+def test_every_thread_gets_the_context():
+    """The driver keeps a current context per thread: the first call of another thread sets it there, once."""
+    entered: list[int] = []
+
+    class Counting(FakeLibrary):
+        def cuCtxSetCurrent(self, context):
+            entered.append(threading.get_ident())
+
+    device = LibraryDevice(0, Counting())
+    worker = threading.Thread(target=lambda: [device.free_memory() for _ in range(3)])
+    worker.start()
+    worker.join()
+    device.free_memory()
+    assert len(entered) == 2 and len(set(entered)) == 2
+
+
+def test_what_outlives_a_closed_device_frees_nothing():
+    library = FakeLibrary()
+    device = LibraryDevice(0, library)
+    address, recording = device.alloc(100), device.record(lambda: None)
+    device.close()
+    device.free(address)
+    device.drop(recording)
+    assert not library.gpu.allocated
 
 
 def test_old_drivers_have_no_recordings():
