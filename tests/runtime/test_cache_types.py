@@ -38,6 +38,34 @@ def turned_f32(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> list[Path]:
+    """Rows of 32 latent values and 16 rotated ones in f32, plain and under a transform of 16 (64 would not divide so small a model)."""
+    from ggufc.codegen.child import compile_here
+    from ggufc.codegen.options import CompileOptions
+    from ggufc.models import cache_types
+    from support import BUNDLED_GOLDEN
+
+    folder, paths = tmp_path_factory.mktemp("latent"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_types, "gains", lambda dtype: True)
+        patch.setattr(cache_types, "LATENT_BLOCK", 16)
+        for builder in ({}, {"k_hadamard": True}):
+            paths.append(folder / f"{len(builder)}.ggufc")
+            compile_here(BUNDLED_GOLDEN / "glm-dsa-topk8" / "model.gguf", paths[-1], CompileOptions(jobs=1, type_k="f32", builder=builder))
+    return paths
+
+
+def test_values_that_are_part_of_the_keys_rows_leave_the_transform(latent):
+    found = []
+    for path in latent:
+        with Session(path, n_ctx=256, n_ubatch=16, n_threads=1) as s:
+            assert {cache.hadamard for cache in s.artifact.manifest.caches} == {16 if found else 0}
+            found.append(s.decode(TOKENS, logits="all"))
+    assert not np.array_equal(*found)
+    np.testing.assert_allclose(found[1], found[0], atol=2e-4)
+
+
 def logits(path: Path, shift: int = 0, **options) -> np.ndarray:
     """All logits of ``TOKENS``, the last ten after all positions have moved by ``shift``."""
     with Session(path, n_ctx=256, n_ubatch=16, n_threads=1, **options) as s:

@@ -48,6 +48,18 @@ def test_a_block_after_context_beside_another_sequence(compiled, case):  # S80
     assert not np.array_equal(rows[False, 0], rows[True, 0])  # two ways of computing it, not one twice
 
 
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "gemma3-7"])
+def test_chunks_threads_and_room_do_not_matter_without_it(compiled, case):
+    """Only where the cells of a sequence lie does: it has them side by side here, each time the same ones."""
+    tokens = np.random.default_rng(3).integers(3, 250, 300).tolist()
+    runs = []
+    for n_ctx, n_ubatch, threads, reuse in ((512, 300, 1, True), (512, 7, 2, True), (1024, 64, 1, False)):
+        with Session(compiled(case, builder=OFF), n_ctx=n_ctx, n_batch=512, n_ubatch=n_ubatch, n_threads=threads, graph_reuse=reuse) as s:
+            runs.append(np.concatenate([s.decode(tokens[:280], logits="all"), *[s.decode([token]) for token in tokens[280:]]]))
+    for run in runs[1:]:
+        assert np.array_equal(run.view(np.uint32), runs[0].view(np.uint32))
+
+
 LATENT = "glm-dsa-topk8"
 WRITERS = [("llama-gqa-tied", {}), *[(LATENT, {"mla": mla}) for mla in range(4)]]
 
