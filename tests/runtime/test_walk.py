@@ -64,6 +64,7 @@ class Walk(RuleBasedStateMachine):
         self.plain = [Plain(self.artifact, []) for _ in range(N_SEQ)]
         self.shared: set[int] = set()  # sequences that may share cells with another
         self.blobs: list[tuple[bytes, int | None, list[list[Step]]]] = []
+        self.checkpoints: list[tuple[bytes, int, int]] = []
         self.decode(0, tokens)
         self.decode_mixed([(1, tokens[:4]), (2, tokens[1:5])])
         self.save(1)
@@ -186,6 +187,27 @@ class Walk(RuleBasedStateMachine):
         self.shared.discard(dst)
         self.replace(dst, histories[0])
         self.check([(dst, token)])
+
+    @rule(seq=SEQ)
+    def checkpoint(self, seq: int) -> None:
+        file = io.BytesIO()
+        assert self.s.state_save(file, seq, partial=True) == self.s.state_size(seq, partial=True) == len(file.getvalue())
+        self.rotated()
+        self.checkpoints.append((file.getvalue(), seq, self.s.pos_max(seq)))
+
+    @rule(data=st.data(), token=st.integers(3, 300))
+    def rewind(self, data: st.DataObject, token: int) -> None:
+        """A checkpoint without rows: what came after it is dropped, or nothing changes where the sequence is another one by now."""
+        if not self.checkpoints:
+            return
+        blob, seq, last = data.draw(st.sampled_from(self.checkpoints))
+        try:
+            self.s.state_load(blob, seq, partial=True)
+        except RuntimeRefusal:
+            pass
+        else:
+            self.plain[seq].do(("seq_rm", last + 1, -1))
+        self.check([(seq, token)])
 
     @rule(data=st.data(), dst=SEQ, cut=st.floats(0, 0.999))
     def load_damaged(self, data: st.DataObject, dst: int, cut: float) -> None:
