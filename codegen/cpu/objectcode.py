@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from ggufc.codegen import llvm_passes
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.errors import CodegenError
-
-
-@lru_cache(maxsize=1)
-def _initialise() -> None:
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    llvm.initialize_native_asmparser()  # the driver's system calls are inline assembly
 
 
 def new_module(target: Target, name: str) -> ir.Module:
@@ -28,7 +20,7 @@ def new_module(target: Target, name: str) -> ir.Module:
 
 def target_machine(target: Target) -> Any:
     """Position-independent code in the small model: references stay relative, so the image can be mapped anywhere."""
-    _initialise()
+    llvm_passes.initialise()
     return llvm.Target.from_triple(target.triple).create_target_machine(
         cpu="generic" if target.is_arm else "x86-64",
         features=target.feature_string(),
@@ -39,23 +31,8 @@ def target_machine(target: Target) -> Any:
 
 
 def optimise(target: Target, module: ir.Module) -> Any:
-    """Parse, verify and optimise; kernels are vectorised by hand, so LLVM's vectorisers stay off."""
-    _initialise()
-    text = _with_function_attributes(str(module), target)
-    try:
-        parsed = llvm.parse_assembly(text)
-        parsed.verify()
-    except RuntimeError as error:
-        raise CodegenError(f"internal: kernel {module.name!r} is not valid LLVM IR: {error}") from error
-    machine = target_machine(target)
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = False
-    options.slp_vectorization = False
-    options.loop_interleaving = False
-    options.loop_unrolling = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    return parsed
+    """The module optimised for the target."""
+    return llvm_passes.optimise(module, _with_function_attributes(str(module), target), target_machine(target))
 
 
 def _with_function_attributes(text: str, target: Target) -> str:

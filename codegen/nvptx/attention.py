@@ -6,7 +6,8 @@ thread adds up one value column per row over the entries in ascending order. ``_
 to eight tokens that share a list: keys and values are read and widened once for all rows. Entries outside a token's range are passed over,
 so both forms compute a row by the same steps. ``_merge``: a block takes (token, query head) and weighs the splits the token sees, then the
 head's sink. Splits no visible entry lies in are neither written nor read. So a result depends on the token's visible entries and their
-places in the list alone. """
+places in the list alone.
+"""
 
 from __future__ import annotations
 

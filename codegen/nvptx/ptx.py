@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ggufc.codegen.errors import CodegenError
+from ggufc.codegen import llvm_passes
 
 from .target import TRIPLE, PtxTarget
 
 DATA_LAYOUT = "e-p6:32:32-i64:64-i128:128-i256:256-v16:16-v32:32-n16:32:64"
-
-
-@lru_cache(maxsize=1)
-def _initialise() -> None:
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
 
 
 def new_module(name: str) -> ir.Module:
@@ -30,27 +23,13 @@ def new_module(name: str) -> ir.Module:
 
 
 def target_machine(target: PtxTarget) -> Any:
-    _initialise()
+    llvm_passes.initialise()
     return llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=target.sm, features=target.feature_string(), opt=3)
 
 
 def optimise(target: PtxTarget, module: ir.Module, bounds: dict[str, tuple[int, int]]) -> Any:
-    """Parse, verify and optimise; ``bounds``: of each kernel, threads per block and resident threads (``entry.Entry``)."""
-    _initialise()
-    text = _with_attributes(str(module), bounds)
-    try:
-        parsed = llvm.parse_assembly(text)
-        parsed.verify()
-    except RuntimeError as error:
-        raise CodegenError(f"internal: kernel {module.name!r} is not valid LLVM IR: {error}") from error
-    machine = target_machine(target)
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = False
-    options.slp_vectorization = False
-    options.loop_unrolling = False  # ptxas unrolls where registers allow
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    return parsed
+    """The module optimised; ``bounds``: of each kernel, threads per block and resident threads (``entry.Entry``)."""
+    return llvm_passes.optimise(module, _with_attributes(str(module), bounds), target_machine(target))
 
 
 def _with_attributes(text: str, bounds: dict[str, tuple[int, int]]) -> str:
