@@ -32,7 +32,7 @@ SPECS = [
     FlashAttn(96, 64, 40, 1, "f16", "f16", 0.1, sinks=True, shared=True),
     FlashAttn(64, 32, 3, 1, "q5_0", "q5_0", 0.15, shared=True),
 ]
-LONG = [SPECS[0], SPECS[7]]
+LONG = [SPECS[0], SPECS[2], SPECS[7]]
 """Those whose lists are also cut into splits."""
 
 
@@ -217,6 +217,31 @@ def test_splits_computed_apart_give_equal_bits(loaded, batch):
         alone = case.attend(tokens[-1:], move=rng.permutation(1700))
         assert (bits(alone[0]) == bits(whole[-1])).all()
         np.testing.assert_allclose(whole[-1], case.reference(tokens[-1]), rtol=2e-4, atol=3e-5)
+
+
+BORDERS = [1, 15, 16, 17, 63, 64, 65, 80, 255, 256, 257, 319, 320, 321, 511, 512, 513, 577]
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=str)
+@pytest.mark.parametrize("placement", ["consecutive", "one apart", "runs"])
+def test_borders_of_steps_groups_and_splits(loaded, spec, placement):
+    """A lone token over cells in order, which are fetched ahead, has the bits it has in company and over scattered cells."""
+    target, image = loaded
+    case = Case(spec, target, image, 11, n_cells=700)
+    cells = list(range(20, 20 + max(BORDERS)))
+    if placement == "one apart":
+        cells[130] = 650
+    elif placement == "runs":
+        cells = [*range(400, 500), *range(40, 240), *range(260, 400), *range(500, 650)][: max(BORDERS)]
+    tokens = [(i, cells, lo, hi) for i, hi in enumerate(BORDERS) for lo in {0, max(0, hi - 70)}]
+    # Nine other tokens: too many for splits to be computed apart.
+    company = case.attend([*tokens, *((i, [0], 0, 1) for i in range(9))])[: len(tokens)]
+    scattered = np.random.default_rng(12).permutation(700)
+    for token, want in zip(tokens, company):
+        alone = (token[0], cells[: token[3]], *token[2:])
+        assert (bits(case.attend([alone])[0]) == bits(want)).all()
+        assert (bits(case.attend([alone], move=scattered)[0]) == bits(want)).all()
+    np.testing.assert_allclose(company[-1], case.reference(tokens[-1]), rtol=2e-4, atol=3e-5)
 
 
 def test_lanes_of_a_window():
