@@ -21,9 +21,9 @@ WORKER, EVAL = "ggufc_worker", "ggufc_eval"
 _RUN = "ggufc_run"
 _TEAM_TYPE = ir.FunctionType(VOID, [PTR, I64])
 _SHARE = "ggufc_share"
-_SPINS_IN_LAUNCH = 4000
-_SPINS_BEFORE_HELP = 64
-"""A power of two: about as long as a message takes between two cores, a few times over."""
+_SPINS_IN_LAUNCH = 400
+_SPINS_BEFORE_HELP = 16
+"""About as long as a message takes between two cores."""
 _SPINS_IDLE = 60000
 _SYS_FUTEX, _SYS_SCHED_YIELD = 202, 24
 _LOW = 0xFFFFFFFF
@@ -148,6 +148,8 @@ def _emit_run(module: ir.Module, target: Target) -> None:
     def done_word(i: Value) -> Value:
         return _word(e, e.at(counters, i, 8 * abi.COUNTER_WORDS), abi.COUNTER_DONE)
 
+    patience, helped = e.var(I64, e.i64(_SPINS_BEFORE_HELP)), e.var(I64, e.i64(0))
+
     def share(i: Value, whose: Value) -> None:
         """Run what is left of a share and say so; sets ``stale`` when another evaluation has begun."""
         count = b.call(module.globals[_SHARE], [record, i, whose, threads, epoch, scratch])
@@ -155,14 +157,18 @@ def _emit_run(module: ir.Module, target: Target) -> None:
             stale.set(ir.Constant(I8, 1))
         with e.if_(b.icmp_signed(">", count, e.i64(0))):
             b.atomic_rmw("add", done_word(i), count, "release")
+            helped.set(e.i64(1))
 
     def is_stale() -> Value:
         return b.icmp_unsigned("!=", stale.get(), ir.Constant(I8, 0))
 
     def wait(first: Value, last: Value) -> None:
-        """Until launches [first, last) are done, with a hand in them where they take long."""
+        """Until launches [first, last) are done, with a hand in them where they take long: at once where the wait before found work, as a
+        thread that has no core leaves its share of every launch.
+        """
+        helped.set(e.i64(0))
         with e.for_range(first, last, name="dep") as j:
-            spins = e.var(I64, e.i64(0))
+            spins, due = e.var(I64, e.i64(0)), e.var(I64, patience.get())
             with e.while_loop("spin") as loop:
                 done = _atomic_load(e, done_word(j))
                 loop.break_if(b.icmp_unsigned("==", done, _atomic_load(e, e.at(tiles, j, 8))))
@@ -171,12 +177,14 @@ def _emit_run(module: ir.Module, target: Target) -> None:
                 loop.break_if(is_stale())
                 spins.set(b.add(spins.get(), e.i64(1)))
                 _pause(e)
-                long = b.icmp_unsigned("==", b.and_(spins.get(), e.i64(_SPINS_BEFORE_HELP - 1)), e.i64(0))
-                with e.if_(long, likely=False), e.for_range(0, threads, name="other") as other:
-                    share(j, other)
+                with e.if_(b.icmp_signed(">=", spins.get(), due.get()), likely=False):
+                    due.set(b.add(spins.get(), e.i64(_SPINS_BEFORE_HELP)))
+                    with e.for_range(0, threads, name="other") as other:
+                        share(j, other)
                 with e.if_(b.icmp_signed(">", spins.get(), e.i64(_SPINS_IN_LAUNCH)), likely=False):
                     zero = e.i64(0)
                     _syscall(e, _SYS_SCHED_YIELD, zero, zero, zero, zero)
+        patience.set(b.select(b.icmp_signed(">", helped.get(), e.i64(0)), e.i64(1), e.i64(_SPINS_BEFORE_HELP)))
 
     with e.for_range(0, n, name="launch") as i:
         entry = e.at(launches, i, 8 * abi.LAUNCH_WORDS)
