@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -162,3 +163,23 @@ def test_mixed_caches_pass_through_split_ones(compiled):  # S2, S5
         s.reset()
         s.state_load(saved(cells, split), 0)
         assert np.array_equal(s.decode(TOKENS[40:], logits="all").view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.models
+@pytest.mark.full
+def test_a_transform_lessens_what_four_bits_lose_on_a_real_model(real_model, real_golden, tmp_path):
+    """KL divergence to f32 caches on the golden prompts' text; random weights have no outliers and cannot show it."""
+    from ggufc.codegen.compile import CompileOptions, compile_file
+
+    source = real_model("SmolLM2-135M-Instruct.Q4_1.gguf")
+    prompts = json.loads(real_golden("smollm2-135m-instruct-q4_1", "logits.json").read_text())["prompts"]
+    tokens = [token for prompt in prompts for token in prompt["prompt"]][:256]
+    rows = []
+    for dtype, builder in (("f32", {}), ("q4_0", {}), ("q4_0", BOTH)):
+        compile_file(source, tmp_path / "model.ggufc", CompileOptions(type_k=dtype, type_v=dtype, builder=builder))
+        with Session(tmp_path / "model.ggufc", n_ctx=256, n_batch=256) as s:
+            found = s.decode(tokens, logits="all").astype(np.float64)
+        found -= found.max(axis=1, keepdims=True)
+        rows.append(found - np.log(np.exp(found).sum(axis=1, keepdims=True)))
+    plain, turned = (float((np.exp(rows[0]) * (rows[0] - other)).sum(axis=1).mean()) for other in rows[1:])
+    assert turned < 0.6 * plain
