@@ -144,6 +144,25 @@ def test_cells_of_halves_move_together(plain, both):
         assert not any(s.executor.caches.rows(name).read(cells).any() for name in s.executor.caches.specs)
 
 
+@pytest.mark.slow
+def test_checkpoints_of_windows_and_halves(tmp_path):
+    """S6: layers with and without a window, divided; a prompt over several micro-batches, checkpoint, go on, rewind, restore: the same
+    logits fifty times on the CPU, and with the first halves on a device.
+    """
+    model = compiled("gemma3-7", tmp_path, "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, ["0-6:1"]))
+    for n, length, repetitions in ((0, 700, 50), (4, 9, 2)):
+        prompt = np.random.default_rng(2).integers(0, 200, length)
+        with session(model, n, n_ctx=768, n_ubatch=512 if n == 0 else 4, n_seq_max=1) as s:
+            assert all(s.executor.caches.rows(name).split == 1 for name in s.executor.caches.specs)
+            s.decode(prompt, logits="none")
+            checkpoint = saved(s, 0)
+            want = s.decode(TOKENS, logits="all").tobytes()
+            for _ in range(repetitions):
+                s.seq_rm(0)
+                assert s.state_load(checkpoint, 0) == length
+                assert s.decode(TOKENS, logits="all").tobytes() == want
+
+
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_parts_in_two_memories_are_read_within_their_bounds(dtype, heads):
