@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -199,3 +201,116 @@ def test_deepseek4_is_cut_only_inside_its_current_block(artifact, reference):
             s.seq_rm(0, 43, -1)
         s.seq_rm(0, 45, -1)
         assert np.array_equal(s.decode(tokens[45:90], logits="all"), reference[45:90])
+
+
+def stream_bytes(s, seq: int) -> dict[str, bytes]:
+    """Everything that is a sequence's: the rows of its cells, and its part of every state."""
+    store, states = s.executor.caches, s.states
+    found = {}
+    for name, spec in store.specs.items():
+        if spec in states.specs:
+            first, n = states.part(spec, seq)
+            found[name] = store.view(name)[first : first + n].tobytes()
+        else:
+            found[name] = store.view(name)[s.cells.list_of(seq).cells].tobytes()
+    return found
+
+
+def test_restoring_a_sequence_changes_nothing_of_another(artifact, reference):  # S9
+    if sequences(artifact) == 1:
+        pytest.skip("one sequence only")
+    tokens = tokens_of(artifact)
+
+    def advance(s) -> bytes:
+        s.decode(tokens[:70], seq=0)
+        s.decode(tokens[20:65], seq=1)
+        blob = saved(s, 0)
+        s.decode(tokens[90:133], seq=0)
+        s.decode(tokens[65:101], seq=1)
+        return blob
+
+    with session(artifact, n_ubatch=16) as untouched:
+        advance(untouched)
+        want = untouched.decode(tokens[101:120], seq=1, logits="all")
+    with session(artifact, n_ubatch=16) as s:
+        blob = advance(s)
+        before = stream_bytes(s, 1)
+        assert len(before) == len(artifact.manifest.caches)
+        written = {name for name, content in before.items() if len(set(content)) > 1}
+        assert {name.split(".")[2] for name in written} >= {"k", "entries", "ring_kv", "ring_score", "indexer_ring_kv"}, sorted(before)
+        s.state_load(blob, 0)
+        assert stream_bytes(s, 1) == before
+        assert np.array_equal(s.decode(tokens[101:120], seq=1, logits="all").view(np.uint32), want.view(np.uint32))
+        assert np.array_equal(s.decode(tokens[70:], seq=0, logits="all").view(np.uint32), reference[70:].view(np.uint32))
+
+
+BAD_STREAMS = '''
+import io, struct, sys
+from ggufc.runtime import RuntimeRefusal, Session
+from ggufc.runtime.state_rows import MARKER
+
+def refused(call):
+    try:
+        call()
+    except RuntimeRefusal as refusal:
+        return str(refusal)
+    raise SystemExit("not refused")
+
+def saved(s, seq=None):
+    s.state_save(file := io.BytesIO(), seq)
+    return file.getvalue()
+
+def changed(blob, at, value):
+    start = blob.rindex(struct.pack("<I", MARKER)) + 4 * at
+    return blob[:start] + struct.pack("<I", value) + blob[start + 4 :]
+
+with Session(sys.argv[1], n_ctx=768, n_seq_max=3) as s:
+    s.decode([5] * 30, seq=0)
+    s.decode([7] * 9, seq=2)
+    for seq in (3, -1, 99):  # the writer
+        assert "does not exist" in refused(lambda: saved(s, seq)) and "does not exist" in refused(lambda: s.state_size(seq))
+    one, whole = saved(s, 0), saved(s)
+    for blob, seq, what in (
+        (one, None, "one sequence, not a whole context"),
+        (whole, 1, "a whole context, not one sequence"),
+        (changed(one, 1, 3), 1, "the number of sequences is 3 in the saved state and 1 here"),
+        (changed(one, 1, 0), 1, "the number of sequences is 0"),
+        (changed(whole, 1, 1), None, "the number of sequences is 1 in the saved state and 3 here"),
+        (changed(one, 2, 29), 1, "continue at position 29, its cells end at 29"),
+        (changed(one, 3, 1), 1, "the number of state caches is 1"),
+    ):
+        assert what in (message := refused(lambda: s.state_load(blob, seq))), message
+        assert s.pos_max(1) == -1
+        if seq is None:
+            s.state_load(whole)
+        assert (s.pos_max(0), s.pos_max(2)) == (29, 8)
+    assert "does not exist" in refused(lambda: s.state_load(one, 3))
+with Session(sys.argv[1], n_ctx=768, n_seq_max=2) as s:
+    assert "sequences" in refused(lambda: s.state_load(whole)) and s.pos_max(0) == -1
+print("all refused, asserts", "on" if __debug__ else "off")
+'''
+
+
+@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "optimised"])
+def test_wrong_streams_are_refused_by_writer_and_reader(artifact, flags):  # S11
+    """Checks at run time: they hold without asserts, too (those of the script itself then say nothing; its refusals do)."""
+    if sequences(artifact) == 1:
+        pytest.skip("one sequence only")
+    run = subprocess.run([sys.executable, *flags, "-c", BAD_STREAMS, str(artifact.path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == f"all refused, asserts {'off' if flags else 'on'}"
+
+
+def test_positions_are_those_that_follow(artifact, reference):  # S107
+    """A batch that does not begin where the sequence ends is refused before anything is evaluated; sizes are asked without positions."""
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    tokens = tokens_of(artifact)
+    with session(artifact, n_ubatch=16) as s:
+        with pytest.raises(RuntimeRefusal, match="position 0 of sequence 0 is next, the batch has 4 to 4"):
+            s.decode([tokens[0]], [4])
+        s.decode(tokens[:20])
+        for pos in ([19], [21], [20, 22], [21, 20]):
+            with pytest.raises(RuntimeRefusal, match="position 20 of sequence 0 is next"):
+                s.decode(tokens[: len(pos)], pos)
+        assert np.array_equal(s.decode(tokens[20:40], list(range(20, 40)), logits="all"), reference[20:40])
