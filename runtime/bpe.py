@@ -45,6 +45,7 @@ PRE: dict[str, str] = {
     "qwen2": "qwen2",
     "stablelm2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
+    "openpangu": "qwen2",
 }
 """``tokenizer.ggml.pre`` -> name of its patterns."""
 

@@ -133,6 +133,23 @@ def test_bos_and_eos_rules():
     assert load_tokenizer(bpe(bos_token_id=0xFFFFFFFF)).bos is None
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("it's 12!!", [105, 116, 264, 32, 49, 50, 263]),
+        (" a bc\nbcd", [256, 32, 257, 10, 258]),
+        ("ab  ab .", [259, 32, 260, 32, 46]),
+    ],
+)
+def test_openpangu_cuts_as_qwen2_and_begins_with_bos(text, want):  # S84
+    """The first 256 ids are bytes: digits stand alone, contractions and runs of signs stay whole, spaces are not cleaned up."""
+    metadata = bpe("openpangu", bos_token_id=265, add_bos_token=True)
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer.encode(text) == [265, *want]
+    assert tokenizer.decode(tokenizer.encode(text)[1:]) == text
+    assert load_tokenizer(bpe("qwen2")).encode(text) == want
+
+
 def test_turn_ends_are_end_tokens():
     metadata = bpe(tokens=[*byte_alphabet(), "<|im_end|>", "<|endoftext|>"], merges=[], eos_token_id=257)
     assert load_tokenizer(metadata).end_ids == {256, 257}
