@@ -98,7 +98,7 @@ def artifact_for(
     options |= {f"builder.{key}": repr(value) for key, value in (builder or {}).items()}
     if keep:
         options["keep"] = keep
-    if split_target(target)[0] == "native":
+    if "native" in split_target(target)[0].split(","):
         from ggufc.runtime.cpuinfo import host_features
 
         options["host"] = ",".join(sorted(host_features()))

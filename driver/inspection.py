@@ -133,6 +133,7 @@ def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: 
         "level": manifest.level,
         "features": list(manifest.features),
         "options": dict(manifest.options),
+        "fast_prefill": "fast-prefill" in manifest.options.get("target", "").split(","),
         "model": {key: getattr(manifest, key) for key in ("n_vocab", "n_ctx_train", "n_embd", "n_layer", "type_k", "type_v")},
         "sections": _sections(artifact),
         "limits": {"n_ctx": limits.n_cells, "n_ubatch": n_ubatch, "n_seq_max": n_seq_max},

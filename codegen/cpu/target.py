@@ -5,7 +5,7 @@ LLVM's name for the host CPU is often wrong in virtual machines, so a target is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ggufc.codegen.errors import CodegenError
 from ggufc.formats.cpustate import TILE_FEATURES, arm_features, tiles_granted
@@ -46,6 +46,8 @@ class Target:
     triple: str
     level: str
     features: tuple[str, ...]
+    fast_prefill: bool = False
+    """Whether batches may be multiplied with less precision than single tokens."""
 
     @property
     def arch(self) -> str:
@@ -129,11 +131,20 @@ _IMPLIED = {
 }
 
 
+FAST_PREFILL = "fast-prefill"
+"""The item of a target text that asks for ``Target.fast_prefill``."""
+
+
 def resolve(text: str = "native") -> Target:
     """Target from ``native``, a level name (``x86-64-v3``, ``aarch64-dotprod``) or a feature list (``avx2,fma,f16c,...``).
 
-    A feature list is mapped to the strongest level it contains in full. Raises CodegenError for unknown names.
+    A feature list is mapped to the strongest level it contains in full. The item ``fast-prefill`` asks for bf16 products in batches.
+    Raises CodegenError for unknown names.
     """
+    items = [item.strip() for item in text.split(",")]
+    if FAST_PREFILL in items:
+        rest = ",".join(item for item in items if item != FAST_PREFILL) or "native"
+        return _fast_prefill(resolve(rest), rest == "native")
     text = text.strip().removeprefix("cpu:")
     if text in LEVELS:
         return _at_level(text)
@@ -154,6 +165,19 @@ def resolve(text: str = "native") -> Target:
             "name those of one CPU"
         )
     return _at_level(strongest_level(have.union(*(_IMPLIED.get(f, ()) for f in have))))
+
+
+def _fast_prefill(target: Target, here: bool) -> Target:
+    """``target`` with bf16 products in batches; ``here``: it is for this machine."""
+    if target.lanes != 16 or (here and _BF16 not in host_features()):
+        raise CodegenError(
+            f"fast prefill multiplies pairs of bf16 with AVX512-BF16, which {'this CPU' if here else 'level ' + target.level} lacks; leave "
+            "it out, or name a level with AVX-512 (--target avx512vnni) for another machine"
+        )
+    return replace(target, features=(*target.features, _BF16), fast_prefill=True)
+
+
+_BF16 = "avx512bf16"
 
 
 def _at_level(level: str) -> Target:

@@ -14,7 +14,7 @@ from ggufc.codegen.emitter import Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.kernels.matmul_product import gated, product, row_count, store_existing
-from ggufc.codegen.kernels.matmul_tokens import Tokens
+from ggufc.codegen.kernels.matmul_tokens import Tokens, run_tokens
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 from ggufc.codegen.weights.floats import FloatFormat
@@ -25,9 +25,6 @@ EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 
 _TILE_BYTES = 128 << 10
 _MIN_TILES = 16
-_RUN_BYTES = 512 << 10
-_MIN_RUN = 128
-"""A run of tokens has about as many bytes of activations, but not fewer tokens: weights are unpacked again for each run."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +110,18 @@ class _MatMulEmitter:
         first = b.mul(e.tile, e.i64(per))
         last = e.imin(b.add(first, e.i64(per)), e.i64(_units(spec)))
         size = weight_format(spec.format).group_bytes(spec.k)
-        run = max(_MIN_RUN, _RUN_BYTES // self.product.row_bytes() // 16 * 16)
-        with e.for_range(0, self.tokens, run, name="run") as start, e.for_range(first, last, name="unit") as unit:
-            group = e.at(self.w, unit, size * spec.unit)
+        run = run_tokens(self.product.row_bytes())
+        with e.for_range(0, self.tokens, run, name="run") as start:
             tokens = Tokens(start, e.imin(b.add(start, e.i64(run)), self.tokens), self._rows, adjacent=True)
-            self.product.run(
-                e,
-                [e.gep(group, size * i) for i in range(spec.unit)],
-                tokens,
-                lambda part, t, results: self._finish(unit, part, t, results),
-            )
+            self.product.prepare(e, tokens, spec.unit)
+            with e.for_range(first, last, name="unit") as unit:
+                group = e.at(self.w, unit, size * spec.unit)
+                self.product.run(
+                    e,
+                    [e.gep(group, size * i) for i in range(spec.unit)],
+                    tokens,
+                    lambda part, t, results: self._finish(unit, part, t, results),
+                )
         e.ret()
 
     def _rows(self, t: Value, n: int) -> list[Value]:

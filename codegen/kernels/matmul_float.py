@@ -30,6 +30,9 @@ class FloatProduct:
     def scratch_bytes(self, groups: int) -> int:
         return 0
 
+    def prepare(self, e: Emitter, tokens: Tokens, groups: int) -> None:
+        """Nothing: activations are multiplied as they are."""
+
     def run(self, e: Emitter, groups: Sequence[Value], tokens: Tokens, done: Done) -> None:
         """All groups for all tokens."""
         size = 4 if e.target.lanes == 16 else 2

@@ -53,6 +53,9 @@ class Int8Product:
     def scratch_bytes(self, groups: int) -> int:
         return groups * self.blocks * self.panel.block_bytes
 
+    def prepare(self, e: Emitter, tokens: Tokens, groups: int) -> None:
+        """Nothing: activations are multiplied as they are."""
+
     def run(self, e: Emitter, groups: Sequence[Value], tokens: Tokens, done: Done) -> None:
         """All groups for all tokens.
 

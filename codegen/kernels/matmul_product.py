@@ -15,6 +15,7 @@ from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, I64, Emitter, Value
 from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.matmul_amx import TileProduct
+from ggufc.codegen.kernels.matmul_bf16 import COLUMNS, Bf16Product
 from ggufc.codegen.kernels.matmul_float import FloatProduct
 from ggufc.codegen.kernels.matmul_int8 import Int8Product
 from ggufc.codegen.kernels.matmul_tokens import Done, Tokens
@@ -33,6 +34,9 @@ class Product(Protocol):
     def scratch_bytes(self, groups: int) -> int:
         """Bytes of the thread's scratch, from its start, that ``run`` over ``groups`` groups uses."""
 
+    def prepare(self, e: Emitter, tokens: Tokens, groups: int) -> None:
+        """Emit what is done once for ``tokens`` that are adjacent, before ``run`` takes ``groups`` groups at a time."""
+
     def run(self, e: Emitter, groups: Sequence[Value], tokens: Tokens, done: Done) -> None:
         """Emit the products of all ``groups`` (addresses) with all ``tokens``; ``done`` takes the results."""
 
@@ -42,7 +46,7 @@ def product(name: str, k: int, target: Target) -> Product:
     """The form that ``target`` uses for weights of type ``name``."""
     fmt = weight_format(name)
     if isinstance(fmt, FloatFormat):
-        return FloatProduct(fmt, k)
+        return Bf16Product(fmt, k) if target.fast_prefill and k % COLUMNS == 0 else FloatProduct(fmt, k)
     return TileProduct(fmt, k) if target.has_tiles else Int8Product(fmt, k)
 
 

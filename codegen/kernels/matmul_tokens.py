@@ -9,6 +9,18 @@ from dataclasses import dataclass
 from ggufc.codegen.emitter import Emitter, Value
 from ggufc.codegen.weights.base import ROWS
 
+_RUN_BYTES = 512 << 10
+_MIN_RUN = 128
+
+
+def run_tokens(row_bytes: int) -> int:
+    """Tokens whose activations, ``row_bytes`` each, stay in the cache while the groups of a tile pass by; a multiple of 16.
+
+    Not fewer than 128: weights are unpacked again for each run.
+    """
+    return max(_MIN_RUN, _RUN_BYTES // row_bytes // 16 * 16)
+
+
 Done = Callable[[Value, Value, list[list[Value]]], None]
 """Takes the part of the group, the number of the first token, and per group a vector of weight rows for each token from it on."""
 

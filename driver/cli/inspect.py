@@ -144,6 +144,8 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"model         {data['source']['name']}, architecture {data['arch']}, {model['n_layer']} layers, {model['n_embd']} wide"
     yield f"source        sha256 {data['source']['sha256'] or 'unknown'}"
     yield f"code          {data['target']}, level {data['level']}: {' '.join(data['features']) or 'baseline'}"
+    if data["fast_prefill"]:
+        yield "prefill       fast: batches multiply float weights as bf16, so bits depend on how many tokens are evaluated together"
     yield f"size          {size_words(data['bytes'])}"
     yield from _table([(s["section"], str(s["count"]), size_words(s["bytes"])) for s in data["sections"]])
     entries = data["caches"]["entries"]
