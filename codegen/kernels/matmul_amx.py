@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ggufc.codegen.emitter import I8, I32, Emitter, Value, Var, vec
 from ggufc.codegen.kernels import tiles
-from ggufc.codegen.kernels.matmul_int8 import Int8Product
+from ggufc.codegen.kernels.matmul_int8 import Int8Product, scaled_codes
 from ggufc.codegen.kernels.matmul_tokens import Done, Tokens
 
 TOKENS = 16
@@ -42,7 +42,7 @@ class TileProduct(Int8Product):
             for group, panel in zip(groups, panels):
                 self._unpack(e, group, panel)
             gathered = e.gep(e.scratch, super().scratch_bytes(len(groups)))
-            width = self.format.group
+            width = 32 // self._groups
             shapes = {_SUMS: (TOKENS, 64), _ACTIVATIONS: (TOKENS, width), _WEIGHTS: (width // 4, 64)}
             with (
                 tiles.configured(e, [shape for numbers, shape in shapes.items() for _ in numbers]),
@@ -56,11 +56,17 @@ class TileProduct(Int8Product):
                 done(e.i64(0), t, [self._from_tiles(e, panel, rows, *where) for panel in panels])
         super().run(e, groups, Tokens(whole, tokens.stop, tokens.rows, tokens.adjacent), done)
 
+    @property
+    def _groups(self) -> int:
+        """Tiles of sums per block of 32 columns: one for each integer scale that is not in the codes themselves."""
+        return 1 if self.format.scaled_max else 32 // self.format.group
+
     def _unpack(self, e: Emitter, group: Value, panel: Value) -> None:
         for i, cursor in self._walk(e, group, 0):
             self._prefetch(e, i, cursor)
             block = e.at(panel, i, self.panel.block_bytes)
-            self.panel.write(e, block, e.i64(0), self.format.unpack(e, cursor), self.format.offset)
+            u = self.format.unpack(e, cursor)
+            self.panel.write(e, block, e.i64(0), scaled_codes(e, u) if self.format.scaled_max else u, self.format.offset)
 
     def _gather(self, e: Emitter, rows: Sequence[Value], to: Value) -> None:
         """Activations of tokens that lie anywhere, one after the other."""
@@ -73,7 +79,7 @@ class TileProduct(Int8Product):
         """Accumulators of 16 records; ``activations``: their bytes, ``stride`` apart."""
         acc = self._accumulators(e, len(rows))
         sums = e.alloca(len(_SUMS) * 1024)
-        together = len(_SUMS) * self.format.group // 32  # blocks that share the tiles
+        together = len(_SUMS) // self._groups  # blocks that share the tiles
         whole = self.blocks // together * together
         with e.for_range(0, whole, together, name="k") as i:
             self._blocks(e, panel, rows, activations, stride, [e.b.add(i, e.i64(j)) for j in range(together)], sums, acc)
@@ -92,18 +98,19 @@ class TileProduct(Int8Product):
         sums: Value,
         acc: Sequence[Var],
     ) -> None:
-        n = 32 // self.format.group
+        n = self._groups
         places = [(i, g) for i in which for g in range(n)]
         for tile, (i, g) in enumerate(places):
             weights = e.gep(e.at(panel, i, self.panel.block_bytes), 64 * 8 // n * g)
             tiles.zero(e, _SUMS[tile])
-            tiles.load(e, _ACTIVATIONS[tile], e.gep(e.at(activations, i, 32), self.format.group * g), stride)
+            tiles.load(e, _ACTIVATIONS[tile], e.gep(e.at(activations, i, 32), 32 // n * g), stride)
             tiles.load(e, _WEIGHTS[tile], weights, 64)
             tiles.add_products(e, _SUMS[tile], _ACTIVATIONS[tile], _WEIGHTS[tile])
         for tile in range(len(places)):
             tiles.store(e, _SUMS[tile], e.gep(sums, 1024 * tile), 64)
         for at, i in enumerate(which):
             u = self.panel.read(e, panel, i, 0)
+            u.scaled = bool(self.format.scaled_max)
             for t, (x, a) in enumerate(zip(rows, acc)):
                 totals = []
                 for g in range(n):

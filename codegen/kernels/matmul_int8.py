@@ -101,7 +101,7 @@ class Int8Product:
                 u.quads, offset = [without_offset(e, q) for q in u.quads], 0
             if panel is not None:
                 if self.format.scaled_max:
-                    u = _scaled_codes(e, u)
+                    u = scaled_codes(e, u)
                 self.panel.write(e, e.gep(panel[0], e.b.mul(i, panel[1])), part, u, offset)
             self._block(e, u, rows, i, acc, offset)
         return [a.get() for a in acc]
@@ -210,7 +210,7 @@ def without_offset(e: Emitter, quad: Value) -> Value:
     return e.b.xor(quad, e.const(quad.type, -0x7F7F7F80))
 
 
-def _scaled_codes(e: Emitter, u: Unpacked) -> Unpacked:
+def scaled_codes(e: Emitter, u: Unpacked) -> Unpacked:
     """Codes times their integer scales, which fit a byte: no carry crosses them, and the exact sums are the same."""
     assert u.parts is not None
     per = len(u.quads) // len(u.parts.scales)
