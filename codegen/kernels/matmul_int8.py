@@ -189,7 +189,7 @@ class Int8Product:
         if total is None:
             total = e.const(vec(I32, lanes), 0)
         for j in range(per * g, per * (g + 1)):
-            a = e.splat(e.load(I32, e.gep(qs, 4 * j)), lanes)
+            a = _activations(e, qs, j)
             total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, most)
         return total
 
@@ -203,6 +203,13 @@ class Int8Product:
         total = e.splat(e.load(I32, where), lanes)
         shift = 7 - (offset.bit_length() - 1)
         return e.b.ashr(total, e.const(total.type, shift)) if shift else total
+
+
+def _activations(e: Emitter, qs: Value, j: int) -> Value:
+    """The quad of activations from column 4j on in every lane."""
+    if e.target.is_arm:  # NEON multiplies by one lane of a register: one load brings four quads
+        return e.shuffle(e.load(vec(I32, 4), e.gep(qs, 16 * (j // 4))), None, [j % 4] * 4)
+    return e.splat(e.load(I32, e.gep(qs, 4 * j)), e.target.lanes)
 
 
 def without_offset(e: Emitter, quad: Value) -> Value:

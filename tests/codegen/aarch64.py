@@ -28,7 +28,7 @@ _CPU = {"aarch64": "cortex-a57", "aarch64-dotprod": "cortex-a76", "aarch64-i8mm"
 """A CPU that has the level's features and not those of the next: code that needs more stops with an illegal instruction."""
 
 _PAGE = 4096
-_START, _TABLE = 0x10000, 0x20000
+_START, _TABLE, _SPAWN = 0x10000, 0x20000, 0x30000
 _WRITE, _EXIT_GROUP = 64, 94
 
 
@@ -50,6 +50,21 @@ class Call:
     args: tuple[int, ...]
 
 
+_SPAWN_CODE = (
+    *(0xAA0103E5, 0xAA0203E6, 0xAA0303E7),  # mov x5, x1; mov x6, x2; mov x7, x3: the child keeps registers, not the stack
+    *(0xAA0003E1, 0xD281E000, 0xF2A000A0),  # mov x1, x0; mov x0, #0xf00; movk x0, #5, lsl #16: share everything, one thread group
+    *(0xD2800002, 0xD2800003, 0xD2800004),  # mov x2, #0; mov x3, #0; mov x4, #0
+    *(0xD2801B88, 0xD4000001, 0xB50000C0),  # mov x8, #220 (clone); svc #0; cbnz x0, to the last instruction
+    *(0xAA0603E0, 0xAA0703E1, 0xD63F00A0),  # mov x0, x6; mov x1, x7; blr x5
+    *(0xD2800BA8, 0xD4000001, 0xD65F03C0),  # mov x8, #93 (exit); svc #0; ret
+)
+
+
+def spawn(function: int, args: tuple[int, int], stack: int) -> Call:
+    """A call that starts a thread in ``function(*args)``; ``stack`` is the address after its stack."""
+    return Call(_SPAWN, (stack, function, *args))
+
+
 def execute(target: Target, memory: Sequence[Memory], calls: Sequence[Call]) -> list[bytes]:
     """Make ``calls`` on a CPU of the target's level; the memory that is ``wanted``, in order, as it is afterwards."""
     wanted = [m for m in memory if m.wanted]
@@ -60,7 +75,13 @@ def execute(target: Target, memory: Sequence[Memory], calls: Sequence[Call]) -> 
     for m in wanted:
         table += [m.address, len(m.data)]
     code, entry = _program()
-    parts = [Memory(_START, code, executable=True), Memory(_TABLE, struct.pack(f"<{len(table)}Q", *table)), *memory]
+    spawn_code = struct.pack(f"<{len(_SPAWN_CODE)}I", *_SPAWN_CODE)
+    parts = [
+        Memory(_START, code, executable=True),
+        Memory(_SPAWN, spawn_code, executable=True),
+        Memory(_TABLE, struct.pack(f"<{len(table)}Q", *table)),
+        *memory,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program"
         path.write_bytes(_elf(parts, _START + entry))

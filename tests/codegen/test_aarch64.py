@@ -6,6 +6,9 @@ per level, are compared bit for bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -21,7 +24,7 @@ import test_state_kernels
 import test_vmath
 from ggufc.codegen.cpu import driver, image, objectcode
 from ggufc.codegen.cpu.target import ARM_LEVELS, Target, resolve
-from ggufc.codegen.emitter import Emitter
+from ggufc.codegen.emitter import I64, Emitter
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernel_build import driver_module
 from ggufc.codegen.kernels.attention_cpu import FlashAttnSplits
@@ -29,6 +32,7 @@ from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.weights import known_formats
+from ggufc.formats import abi
 from harness import build, emulated_targets, run
 from products import FEW_TYPES, loaded, multiply, packed, product, records, weight_rows
 
@@ -49,6 +53,7 @@ def test_code_uses_the_dot_instructions_of_its_level():
         assert "smull" in codes[name, "aarch64"]
         assert "sdot" in codes[name, "aarch64-dotprod"] and "smull" not in codes[name, "aarch64-dotprod"]
         assert "usdot" in codes[name, "aarch64-i8mm"]
+        assert ".4b[3]" in codes[name, "aarch64-dotprod"], "activations are not taken by lane"
         assert "dot\t" not in codes[name, "aarch64"]
 
 
@@ -181,6 +186,79 @@ def test_records(mode, k, level):
     want = records(x, mode)
     got = run(spec, target, [x, k, None, np.zeros_like(want)], len(x), loaded=loaded(spec, target), T=len(x))[3]
     assert (got == want).all()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """mine[tile] += 1 if the previous launch is complete in this evaluation, which makes its entries one larger."""
+
+    arg_names: ClassVar[tuple[str, ...]] = ("mine", "previous", "n_previous")
+
+    def emit(self, e: Emitter) -> None:
+        b = e.b
+        mine, previous, n = e.arg_ptr(0), e.arg_ptr(1), e.arg_int(2)
+        total = e.var(I64, e.i64(0))
+        with e.for_range(0, n) as i:
+            total.set(b.add(total.get(), e.load(I64, e.at(previous, i, 8))))
+        slot = e.at(mine, e.tile, 8)
+        now = b.add(e.load(I64, slot), e.i64(1))
+        with e.if_(b.icmp_signed("==", total.get(), b.mul(n, now))):
+            e.store(now, slot)
+        e.ret()
+
+    def scratch_bytes(self, target: Target) -> int:
+        return 0
+
+
+@emulated
+@pytest.mark.parametrize("level", ["aarch64", "aarch64-dotprod"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_team(level, threads):
+    """The driver functions with threads of the system: compare-and-swap by exclusive loads and by LSE, sleeping and waking."""
+    target, spec, rounds, launches, tiles = resolve(level), Follow(), 40, 6, 7
+    code, data_at, stack_at, stack = 0x400000, 0x10000000, 0x20000000, 1 << 16
+    linked = build([spec], target)
+    sizes = {
+        "data": launches * tiles,
+        "args": launches * 3,
+        "table": launches * abi.LAUNCH_WORDS,
+        "counters": launches * abi.COUNTER_WORDS,
+        "params": len(abi.PARAMS),
+        "record": abi.EXEC_WORDS,
+        "told": launches,
+        "claims": threads * launches * abi.CLAIM_WORDS,
+        "pool": abi.POOL_WORDS,
+    }
+    at, words = {}, 0
+    for name, size in sizes.items():
+        at[name] = data_at + 8 * words
+        words += -(-size // 16) * 16
+    memory = np.zeros(words, np.int64)
+
+    def put(name: str, index: int, *values: int) -> None:
+        first = (at[name] - data_at) // 8 + index
+        memory[first : first + len(values)] = values
+
+    for i in range(launches):
+        previous = at["data"] + 8 * tiles * (i - 1) if i else 0
+        put("args", 3 * i, at["data"] + 8 * tiles * i, previous, tiles if i else 0)
+        put("table", abi.LAUNCH_WORDS * i, code + linked.symbols[symbol(spec)][0], at["args"] + 24 * i, 0, 1, 1, max(0, i - 1))
+    put("params", 0, tiles)
+    put("record", abi.EXEC_N_LAUNCHES, launches)
+    places = {abi.EXEC_LAUNCHES: "table", abi.EXEC_PARAMS: "params", abi.EXEC_COUNTERS: "counters"}
+    for word, name in {**places, abi.EXEC_TILES: "told", abi.EXEC_CLAIMS: "claims"}.items():
+        put("record", word, at[name])
+    put("pool", abi.POOL_THREADS, threads)
+    worker, evaluate = (code + linked.symbols[name][0] for name in (driver.WORKER, driver.EVAL))
+    calls = [aarch64.spawn(worker, (at["pool"], t), stack_at + stack * t) for t in range(1, threads)]
+    calls += [aarch64.Call(evaluate, (at["pool"], at["record"]))] * rounds
+    parts = [
+        aarch64.Memory(code, linked.code, executable=True),
+        aarch64.Memory(data_at, memory.tobytes(), wanted=True),
+        aarch64.Memory(stack_at, bytes(stack * threads)),
+    ]
+    after = np.frombuffer(aarch64.execute(target, parts, calls)[0], np.int64)
+    assert (after[: launches * tiles] == rounds).all()
 
 
 def test_emulated_levels_are_those_of_aarch64():
