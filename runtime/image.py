@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 
 import numpy as np
 
@@ -36,10 +37,7 @@ class CodeImage:
                 f"the system refuses executable memory (mprotect, error {code_number}); a security policy of this machine forbids "
                 "generated code"
             )
-        # ARM instruction caches are not coherent with data writes; the helper exists in libgcc where it matters.
-        clear = getattr(libc, "__clear_cache", None)
-        if clear is not None:
-            clear(ctypes.c_void_p(self.base), ctypes.c_void_p(self.base + self.size))
+        _clear_instruction_cache(self.base, self.size)
 
     def address(self, offset: int) -> int:
         if not 0 <= offset < self.size:
@@ -47,3 +45,17 @@ class CodeImage:
                 f"code offset {offset} lies outside the image of {self.size} bytes; the artifact is damaged, compile it again"
             )
         return self.base + offset
+
+
+def _clear_instruction_cache(base: int, size: int) -> None:
+    """Let instruction fetches of an ARM machine see the bytes at ``base``: its caches do not follow data writes.
+
+    The instructions for that are in a function of libgcc. Where there is none, what the system does when pages become executable must do.
+    """
+    if platform.machine() not in ("aarch64", "arm64"):
+        return
+    try:
+        clear = ctypes.CDLL("libgcc_s.so.1").__clear_cache
+    except (OSError, AttributeError):
+        return
+    clear(ctypes.c_void_p(base), ctypes.c_void_p(base + size))

@@ -161,3 +161,18 @@ print(*sorted(set(sys.modules) & {"tokenizers", "jinja2", "llvmlite", "networkx"
         modules = lines[1]
     assert modules == ""
     assert min(seconds) < 0.060
+
+
+@pytest.mark.parametrize(("machine", "cleared"), [("aarch64", True), ("x86_64", False)])
+def test_instruction_caches_are_cleared_where_they_do_not_follow_writes(monkeypatch, machine, cleared):
+    from types import SimpleNamespace
+
+    from ggufc.runtime import image
+
+    calls = []
+    real, name = image.ctypes.CDLL, "__clear_cache"
+    library = SimpleNamespace(**{name: lambda first, last: calls.append((first.value, last.value))})
+    monkeypatch.setattr(image.ctypes, "CDLL", lambda file, **more: library if file == "libgcc_s.so.1" else real(file, **more))
+    monkeypatch.setattr(image.platform, "machine", lambda: machine)
+    code = CodeImage(np.arange(100, dtype=np.uint8))
+    assert calls == ([(code.base, code.base + 100)] if cleared else [])
