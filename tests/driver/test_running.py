@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -164,11 +165,20 @@ def test_bench_speaks_llama_bench(invoke, artifact: Path, text_model: Path) -> N
 
 
 def test_code_for_another_cpu_is_refused_before_it_is_compiled(invoke, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ggufc.codegen.cpu.target import resolve
     from ggufc.runtime import cpuinfo
 
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpuinfo, "host_features", lambda: frozenset({"sse4.2", "avx2", "fma"}))
     with pytest.raises(DriverError, match=r"--target avx512vnni needs CPU features this machine lacks: .*avx512vnni"):
         invoke("run", text_model, "-p", "a", "-n", 1, "--target", "avx512vnni")
+    with pytest.raises(DriverError, match=r"--target aarch64-dotprod is code for aarch64, and this machine is x86_64"):
+        invoke("run", text_model, "-p", "a", "-n", 1, "--target", "aarch64-dotprod")
+    monkeypatch.setattr(cpuinfo, "host_features", lambda: frozenset(resolve("avx512vbmi").features))
+    with pytest.raises(DriverError, match=r"--target amx needs CPU features this machine lacks: amx-int8, amx-tile"):
+        invoke("run", text_model, "-p", "a", "-n", 1, "--target", "amx")
+    with pytest.raises(DriverError, match=r"needs CPU features this machine lacks: avx512bf16"):
+        invoke("run", text_model, "-p", "a", "-n", 1, "--target", "avx512vnni", "--fast-prefill")
 
 
 def test_perplexity(invoke, artifact: Path, tmp_path: Path) -> None:
