@@ -18,7 +18,7 @@ from ggufc.formats.errors import ArtifactError
 from ggufc.runtime import artifact as artifacts
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.executor import Executor
-from ggufc.runtime.logits import run_case, session_options
+from ggufc.runtime.logits import graph_options, run_case, session_options
 from ggufc.runtime.session import Session
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -28,7 +28,10 @@ _PAGE = 4096
 
 def compiled(case: str, level: str, folder: Path) -> Path:
     output = folder / f"{case}.ggufc"
-    compile_file(GOLDEN / case / "model.gguf", output, CompileOptions(target=level, jobs=1))
+    options = json.loads((GOLDEN / case / "case.json").read_text())["options"]
+    types = {key: options[key] for key in ("type_k", "type_v") if key in options}
+    compilation = CompileOptions(target=level, jobs=1, builder=graph_options(options), **types)
+    compile_file(GOLDEN / case / "model.gguf", output, compilation)
     return output
 
 
@@ -98,7 +101,12 @@ def emulator(monkeypatch, request):
 
 @pytest.mark.parametrize(
     ("emulator", "case"),
-    [("aarch64", "llama-gqa-tied"), ("aarch64-dotprod", "quant-q4_k"), ("aarch64-i8mm", "llama-moe-split")],
+    [
+        ("aarch64", "llama-gqa-tied"),
+        ("aarch64-dotprod", "quant-q4_k"),
+        ("aarch64-dotprod", "glm-dsa-topk8"),
+        ("aarch64-i8mm", "llama-moe-split"),
+    ],
     indirect=["emulator"],
 )
 def test_logits_are_those_of_another_engine(emulator, case, tmp_path):
