@@ -13,6 +13,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.keep import expose
 from ggufc.codegen.kernels import attention_cpu, cache, get_rows, quantize
 from ggufc.codegen.lower_attributes import refuse_unknown_attributes
+from ggufc.codegen.lower_conv import CONV_MATCHERS
 from ggufc.codegen.lower_experts import emit_experts, match_gated_experts
 from ggufc.codegen.lower_fusions import MATCHERS, Fusion, emit_norm
 from ggufc.codegen.lower_generic import copy_to_output, lower_generic
@@ -76,7 +77,7 @@ class Lowering:
         for node in self.graph.nodes:
             if node in self.claimed:
                 continue
-            for matcher in (*MATCHERS, match_gated_experts, *HYPER_MATCHERS, *ROUTING_MATCHERS):
+            for matcher in (*MATCHERS, match_gated_experts, *HYPER_MATCHERS, *ROUTING_MATCHERS, *CONV_MATCHERS):
                 fusion = matcher(self, node)
                 if fusion is not None:
                     self.anchors[fusion.anchor] = fusion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggufc.formats import artifact as fmt
@@ -169,15 +169,15 @@ CONTEXTS = (8192, 32768)
 _READERS = {"attention": ("flash_attn(", "sparse_attn("), "scoring": ("indexer_scores(",)}
 
 
-def attention_reads(manifest: fmt.Manifest, program: fmt.Program) -> list[Data]:
-    """Bytes that attention reads from caches, and an indexer's scoring beside it, for one decoded token at ``CONTEXTS`` cells.
+def attention_reads(manifest: fmt.Manifest, program: fmt.Program, contexts: Sequence[int] = CONTEXTS) -> list[Data]:
+    """Bytes that attention reads from caches, and an indexer's scoring beside it, for one decoded token at as many cells.
 
     Counted from the launches. Where attention reads windows or chosen rows the numbers do not grow; unfused attention is not counted.
     """
     from ggufc.runtime.binding import Limits
 
     out = []
-    for n_cells in CONTEXTS:
+    for n_cells in contexts:
         env = Limits(1, n_cells).env()
         row: Data = {"n_ctx": n_cells}
         for what, kernels in _READERS.items():
