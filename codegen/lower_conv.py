@@ -78,13 +78,13 @@ def _store(low: Lowering, both: Node, conv: Node, kept: int, channels: int) -> N
     where = layout(tails[0])
     if where.offset != tokens or where.ne != (kept, channels) or where.nb != (1, tokens + kept):
         return None
-    node: Node | None = tails[0]
+    node = tails[0]
     for name in ("cont", "reshape", "set_rows"):
-        users = low.users[node] if node not in low.output_of else []
-        node = users[0] if len(users) == 1 and users[0].op.name == name else None
-        if node is None:
+        users = low.users[node]
+        if len(users) != 1 or users[0].op.name != name or node in low.output_of:
             return None
-    return node if node is not None and node.operands[2].ne == (1,) else None
+        node = users[0]
+    return node if node.operands[2].ne == (1,) else None
 
 
 CONV_MATCHERS: tuple[Callable[[Lowering, Node], Fusion | None], ...] = (match_carried,)
