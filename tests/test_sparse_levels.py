@@ -1,0 +1,34 @@
+"""Sparse families on the lowest feature level, and without fusions: the logits stay those of the other engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.runtime.logits import graph_options, run_case, session_options
+from ggufc.runtime.session import Session
+from support import golden_cases
+
+NAMES = ("glm-dsa-topk8", "openpangu-pos0", "deepseek4-split-decode")
+CASES = [case for case in golden_cases(*NAMES) if case.name in NAMES]
+FORMS = {"baseline": {"target": "x86-64"}, "unfused": {"pipeline": "hoist,dce"}}
+"""``hoist`` is no fusion: products of weights with weights have no kernels."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
+def test_golden(case: Path, form: str, tmp_path: Path) -> None:  # S137, S149, S153
+    spec = json.loads((case / "case.json").read_text())
+    options = spec["options"]
+    cache = {key: options[key] for key in ("type_k", "type_v") if key in options}
+    artifact = tmp_path / "model.ggufc"
+    compile_file(case / "model.gguf", artifact, CompileOptions(jobs=1, builder=graph_options(options), **cache, **FORMS[form]))
+    results = run_case(lambda o: Session(artifact, **session_options(o)), spec, case)
+    for name, got in results.items():
+        want = np.load(case / f"{name}.npy")
+        assert np.isfinite(got).all()
+        assert (np.abs(got - want) - spec["rtol"] * np.abs(want)).max() <= spec["atol"], name
