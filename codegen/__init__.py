@@ -4,5 +4,5 @@ Map, in the order data flows: ``options`` of a compilation and its report; ``com
 file to schedules; ``lower`` chooses launches (``lower_fusions`` several nodes as one, ``lower_generic`` and ``lower_sparse`` one rule per
 operator, ``lower_operands`` what they share); ``weight_plan`` which weights are stored and how; ``schedule`` launches before they have
 addresses; ``kernels/`` and ``weights/`` emit code through ``emitter``; ``kernel_build`` specifications to one image, by ``cpu/``;
-``nvptx/`` the same kernels for GPUs; ``manifest`` and ``artifact_writer`` the file.
+``llvm_passes`` what LLVM does for both targets; ``nvptx/`` the same kernels for GPUs; ``manifest`` and ``artifact_writer`` the file.
 """

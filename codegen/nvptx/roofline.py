@@ -6,10 +6,11 @@ from its shape. A launch takes the larger of its memory and its arithmetic time,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
+from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.kernels.matmul import MatMul, MatMulId
 from ggufc.codegen.schedule import Schedule, Step
 from ggufc.codegen.weights import activation_mode, weight_format
@@ -52,7 +53,7 @@ class Share:
 
 def estimate(schedule: Schedule, machine: Machine, tokens: int, context: int, outputs: int = 1) -> list[Share]:
     """Shares by kind, the longest first, for ``tokens`` tokens that end a context of ``context`` entries."""
-    env = {"T": tokens, "O": outputs, "C": context, "KV": context, "R": context}
+    env = symbols(tokens, context, outputs)
     shares: dict[str, Share] = {}
     for step in schedule.steps:
         if isinstance(step.spec, FlashAttnSplits):  # no launch on a GPU
@@ -66,6 +67,30 @@ def estimate(schedule: Schedule, machine: Machine, tokens: int, context: int, ou
         share.operations += operations
         share.seconds += max(moved / machine.bandwidth, computing, launches * machine.launch)
     return sorted(shares.values(), key=lambda s: -s.seconds)
+
+
+def launches(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> str:
+    """Markdown table of the launches of one kernel and size: where the first stands, how many there are, and what one moves and computes
+    for every (tokens, context) of ``shapes``.
+    """
+    found: dict[tuple[KernelSpec, str], list[Step]] = {}
+    for step in schedule.steps:
+        if not isinstance(step.spec, FlashAttnSplits):
+            found.setdefault((step.spec, f"{step.bytes} {step.flops}"), []).append(step)
+    lines = [
+        "| first launch | launches |" + "".join(f" MB, T={t} | Gop, T={t} |" for t, _ in shapes),
+        "|---|---:|" + "---:|" * 2 * len(shapes),
+    ]
+    for steps in found.values():
+        numbers = [_work(steps[0], symbols(t, context)) for t, context in shapes]
+        cells = "".join(f" {moved / 1e6:.2f} | {operations / 1e9:.3f} |" for moved, operations in numbers)
+        lines.append(f"| `{steps[0].node}` | {len(steps)} |{cells}")
+    return "\n".join(lines)
+
+
+def symbols(tokens: int, context: int, outputs: int = 1) -> dict[str, int]:
+    """Values of the graph's symbols for ``tokens`` tokens that end a context of ``context`` entries."""
+    return {"T": tokens, "O": outputs, "C": context, "KV": context, "R": context}
 
 
 def _work(step: Step, env: Mapping[str, int]) -> tuple[float, float]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from ggufc.codegen import frontend
+from ggufc.codegen.kernels.base import symbol
+from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.lower import lower
-from ggufc.codegen.nvptx import roofline
+from ggufc.codegen.nvptx import assembler, describe, emit_ptx, roofline
+from ggufc.codegen.nvptx.occupancy import occupancy
 from ggufc.codegen.options import CompileOptions
+from ggufc.formats import cuda as fmt
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.models.registry import load_model
 from model_files import ModelFile
@@ -74,3 +80,53 @@ def test_the_page_shows_what_the_model_computes(tokens, context):
     """Change the page together with the kernels: the expected text is the assertion's left side."""
     text = roofline.table(roofline.estimate(schedule(), roofline.H200, tokens, context))
     assert text in PAGE.read_text()
+
+
+def test_the_page_shows_every_launch():
+    assert roofline.launches(schedule(), [(1, 1024), (512, 512)]) in PAGE.read_text()
+
+
+def test_launches_add_up():
+    """Launches of one size times their number are the totals of the tables by kind."""
+    for tokens, context in ((1, 1024), (512, 512)):
+        total = sum(s.bytes for s in roofline.estimate(schedule(), roofline.H200, tokens, context))
+        rows = [r.strip("| ").split(" | ") for r in roofline.launches(schedule(), [(tokens, context)]).splitlines()[2:]]
+        assert sum(int(count) * float(moved) * 1e6 for _, count, moved, _ in rows) == pytest.approx(total, rel=1e-3)
+
+
+def taken() -> list[tuple[str, int, int, int]]:
+    """Rows of the page's table of resources: entry, threads, registers, bytes of shared memory."""
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+) \| (\d+) \| \d+ % \|$", PAGE.read_text(), re.MULTILINE)
+    return [(name, int(threads), int(registers), int(shared)) for name, threads, registers, shared in rows]
+
+
+def entries() -> dict[str, fmt.Entry]:
+    """Entries of the model's kernels by the name the page gives them: where a kernel first stands, and which of its entries. The last
+    layer's products of chosen rows are those of all rows.
+    """
+    found: dict[str, fmt.Entry] = {}
+    seen = set()
+    for step in schedule().steps:
+        kernel = replace(step.spec, rows="T") if isinstance(step.spec, MatMul) else step.spec
+        if kernel not in seen:
+            seen.add(kernel)
+            for entry in describe(step.spec).entries:
+                found[f"{step.node}{entry.symbol.removeprefix(symbol(step.spec))}"] = entry
+    return found
+
+
+@pytest.mark.skipif("sm_90" not in assembler.architectures(), reason="no ptxas for sm_90; the package nvidia-cuda-nvcc has one")
+def test_the_page_shows_what_kernels_take():
+    """Registers are the assembler's choice and may differ a little between its versions; the rest is what we emit."""
+    found, specs = entries(), list(dict.fromkeys(step.spec for step in schedule().steps))
+    used = assembler.assemble(emit_ptx(specs, "sm_90"), "sm_90")
+    table = [
+        f"| `{name}` | {entry.block} | {used[entry.symbol].registers} | {used[entry.symbol].shared} | "
+        f"{100 * occupancy('sm_90', entry.block, used[entry.symbol].registers, used[entry.symbol].shared):.0f} % |"
+        for name, entry in found.items()
+    ]
+    shown = taken()
+    assert [row[0] for row in shown] == list(found), "\n".join(table)
+    for name, threads, registers, shared in shown:
+        u = used[found[name].symbol]
+        assert (threads, shared) == (found[name].block, u.shared) and abs(registers - u.registers) <= 16, "\n".join(table)
