@@ -39,7 +39,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.abs(got - want).max() <= 3e-6 * np.abs(want).max() + 1e-30)
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 20])
 @pytest.mark.parametrize("name", TYPES)
 def test_every_type(name, tokens):
     """S75: a few tokens and a tile; K over several segments, rows that do not fill a group."""
