@@ -12,6 +12,7 @@ from fat_models import CASES, compiled
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.nvptx import describe
+from ggufc.codegen.weights import activation_mode
 from ggufc.formats import cuda as fmt
 from ggufc.formats.abi import PARAMS
 from ggufc.runtime.cuda import on_device, open_device
@@ -90,6 +91,22 @@ def check_product(device, tokens: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 4, 64, 512])
 def test_products_of_an_8b_model(tokens, device):
     check_product(device, tokens, 4096, 28672)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "f16", "bf16"])
+def test_products_have_the_same_bits_for_any_number_of_tokens(name, device):
+    """S65. For 16-bit weights this asks of tensor cores that a result does not depend on its column in the fragment."""
+    k, n, tokens = 4096, 96, 70
+    x = np.random.default_rng(2).standard_normal((tokens, k)).astype(np.float32)
+    raw, spec = weight_rows(name, k, n), MatMul(name, k, n, "none", False, "T")
+
+    def bits(start: int, stop: int) -> bytes:
+        rows = records(x[start:stop], activation_mode(name))
+        return launched(device, spec, [packed(name, raw, k), rows, np.zeros((stop - start, n), np.float32)], stop - start).tobytes()
+
+    whole = bits(0, tokens)
+    for start, stop in ((0, 1), (5, 6), (3, 12), (40, 69)):
+        assert bits(start, stop) == whole[4 * n * start : 4 * n * stop]
 
 
 @pytest.mark.parametrize("n", [1, 2])
