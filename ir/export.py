@@ -13,12 +13,12 @@ from typing import Any
 from ggufc.ir.dims import Dim, IntDim, evaluate
 from ggufc.ir.drawing import to_dot, to_svg
 from ggufc.ir.errors import IRError
-from ggufc.ir.folding import fold, printable
+from ggufc.ir.folding import fold, folded_text, printable
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.text import print_graph
 from ggufc.ir.types import TensorType
 
-FORMATS = ("text", "json", "dot", "svg", "csv", "html")
+FORMATS = ("text", "folded", "json", "dot", "svg", "csv", "html")
 COLUMNS = ("id", "op", "name", "dtype", "shape", "bytes", "flops", "sources")
 """Columns of the CSV form. Views own no bytes; a write into a cache counts the rows it writes, not the cache again."""
 
@@ -38,6 +38,8 @@ def export(g: Graph, format: str, *, layer: int | None = None, env: Mapping[str,
         raise IRError(f"Format {format!r} is unknown; known are {', '.join(FORMATS)}.")
     if format == "text":
         return print_graph(g)
+    if format == "folded":
+        return folded_text(g)
     if format == "json":
         return to_json(g)
     if format == "csv":

@@ -9,7 +9,7 @@ import networkx as nx
 
 from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node
-from ggufc.ir.text import value
+from ggufc.ir.text import print_graph, value
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
@@ -92,27 +92,52 @@ def fold(g: Graph, layer: int | None = None) -> Picture:
     return picture
 
 
-def _layer_keys(g: Graph, where: dict[Node, int | None], numbers: list[int]) -> dict[int, str]:
-    """Layers to be folded -> key of their box; consecutive ones that repeat the same layer share a box."""
+def repeated_layers(g: Graph) -> dict[int, int]:
+    """Layers that are made like an earlier one -> the first such layer."""
+    where = layers(g)
+    return _repeats(g, where, sorted({i for i in where.values() if i is not None}))
+
+
+def _repeats(g: Graph, where: dict[Node, int | None], numbers: list[int]) -> dict[int, int]:
     content: dict[int, list[tuple[str, ...]]] = {i: [] for i in numbers}
     for n in g.nodes:
         i = where[n]
         if i is not None:
             content[i].append(_signature(n, f"blk.{i}."))
     first: dict[tuple[tuple[str, ...], ...], int] = {}
+    found = {i: first.setdefault(tuple(content[i]), i) for i in numbers}
+    return {i: like for i, like in found.items() if like != i}
+
+
+def _layer_keys(g: Graph, where: dict[Node, int | None], numbers: list[int]) -> dict[int, str]:
+    """Layers to be folded -> key of their box; consecutive ones that repeat the same layer share a box."""
     keys: dict[int, str] = {}
-    run = -2
-    for i in numbers:
-        signature = tuple(content[i])
-        if signature not in first:
-            first[signature] = i
-            continue
-        if i - 1 in keys and run == first[signature]:
-            keys[i] = keys[i - 1]
-        else:
-            keys[i] = f"fold{i}"
-        run = first[signature]
+    like = _repeats(g, where, numbers)
+    for i, first in like.items():
+        keys[i] = keys[i - 1] if like.get(i - 1) == first else f"fold{i}"
     return keys
+
+
+def folded_text(g: Graph) -> str:
+    """Nodes and outputs of ``g`` with each kind of layer once; a line tells which layers are made like it. It does not parse."""
+    where, like = layers(g), repeated_layers(g)
+    head, *lines = print_graph(g).splitlines()
+    out = [head]
+    told: set[int] = set()
+    for node, line in zip(g.nodes, lines):
+        i = where[node]
+        if i is None or i not in like:
+            out.append(line)
+        elif i not in told:
+            last = i
+            while like.get(last + 1) == like[i]:
+                last += 1
+            told.update(range(i, last + 1))
+            span = f"blk.{i}" if last == i else f"blk.{i} .. blk.{last}"
+            nodes = sum(layer == i for layer in where.values())
+            out.append(f"  # {span}: as blk.{like[i]}, {nodes} nodes each")
+    outputs = [line for line in lines[len(g.nodes) :] if line.startswith("  output ")]
+    return "\n".join([*out, *outputs, "}"]) + "\n"
 
 
 def _signature(n: Node, prefix: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ggufc.codegen.compile import CompileOptions
     from ggufc.ir import Graph
 
-FORMATS = ("text", "json", "dot", "svg", "csv", "html")
+FORMATS = ("text", "folded", "json", "dot", "svg", "csv", "html")
 _TEXT_STAGES = ("schedule", "llvm", "asm")
 _PTX = "ptx"
 

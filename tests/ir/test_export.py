@@ -143,7 +143,7 @@ def test_every_format_takes_every_graph(g):
 
 
 def test_unknown_formats_are_refused():
-    with pytest.raises(IRError, match="Format 'pdf' is unknown; known are text, json, dot, svg, csv, html"):
+    with pytest.raises(IRError, match="Format 'pdf' is unknown; known are text, folded, json, dot, svg, csv, html"):
         export(Graph("g"), "pdf")
 
 
@@ -154,3 +154,29 @@ def test_csv_counts_what_a_cache_write_writes() -> None:
     g.add("set_rows", g.cache("k", TensorType("f16", (8, Sym("C")))), rows, slots, name="store")
     lines = {row["op"]: row["bytes"] for row in csv.DictReader(io.StringIO(export(g, "csv")))}
     assert (lines["cache"], lines["set_rows"]) == ("16*C", "16*T")
+
+
+def test_folded_text_shows_each_kind_of_layer_once() -> None:
+    from ggufc.ir import parse_graph
+    from ggufc.ir.folding import folded_text, repeated_layers
+
+    g = parse_graph(
+        'graph @g(T) {\n  %0 = input "x" {kind = "embd", window = 0} : f32[8, T]\n'
+        + "".join(
+            f'  %{i + 1} = {op}(%{i}) {{name = "blk.{i}.act"}} : f32[8, T]\n'
+            for i, op in enumerate(["silu", "silu", "silu", "gelu", "silu", "gelu"])
+        )
+        + '  output "y" = %6\n}\n'
+    )
+    assert repeated_layers(g) == {1: 0, 2: 0, 4: 0, 5: 3}
+    assert folded_text(g).splitlines() == [
+        "graph @g(T) {",
+        '  %0 = input "x" {kind = "embd", window = 0} : f32[8, T]',
+        '  %1 = silu(%0) {name = "blk.0.act"} : f32[8, T]',
+        "  # blk.1 .. blk.2: as blk.0, 1 nodes each",
+        '  %4 = gelu(%3) {name = "blk.3.act"} : f32[8, T]',
+        "  # blk.4: as blk.0, 1 nodes each",
+        "  # blk.5: as blk.3, 1 nodes each",
+        '  output "y" = %6',
+        "}",
+    ]
