@@ -12,6 +12,7 @@ from ggufc.codegen.cpu import objectcode
 from ggufc.codegen.cpu.target import resolve
 from ggufc.codegen.emitter import Emitter
 from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
 from harness import run, runnable_targets
@@ -90,6 +91,13 @@ def test_a_fixed_number_of_rows():
     spec = MatMul("q8_0", 64, 16, "none", False, "3")
     y = run(spec, NATIVE, [w, records(x, "q8_2"), y, 64, 16, None, 0, None, -3], grid(spec), loaded=loaded(spec, NATIVE), T=1)[2]
     assert y[:3].all() and not y[3].any()
+
+
+def test_products_over_other_rows_share_their_code():
+    specs = [MatMul("q8_0", 64, 16, "none", False, rows) for rows in ("T", "O", "3")]
+    _, kernels = build_image([*specs, MatMul("q8_0", 64, 32, "none", False, "T")], NATIVE, jobs=1)
+    assert len({kernel.symbol for kernel in kernels}) == 4
+    assert len({kernel.offset for kernel in kernels[:3]}) == 1 and kernels[3].offset != kernels[0].offset
 
 
 @pytest.mark.parametrize("target", LEVELS)
