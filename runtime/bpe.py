@@ -16,14 +16,37 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?({_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+"""Words that end where a capital follows a small letter: ``GetName`` is two."""
+_CASED_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HAN_AND_HANGUL = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt2": (_GPT2,),
     "digits": (r"\p{N}", _GPT2),
     "llama3": (_CL100K.format(digits="{1,3}"),),
+    "cl100k": (_CL100K.format(digits="{1,3}"),),
     "qwen2": (_CL100K.format(digits=""),),
+    "gpt4o": (_CASED + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}" + _CASED_END,),
+    "tekken": (_CASED + r"|\p{N}" + _CASED_END,),
+    "deepseek": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _HAN_AND_HANGUL,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}"),
+    "deepseek3": (
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-"""Patterns that cut a text, one after the other: each splits the pieces the one before left."""
+"""Patterns that cut a text, one after the other: each splits the pieces the one before left. They are those of the models' own tokenizers
+(``tokenizer.json``); a class of letters spelled out there is written as its Unicode categories here."""
 
 PRE: dict[str, str] = {
     "default": "default",
@@ -42,6 +65,18 @@ PRE: dict[str, str] = {
     "llama3": "llama3",
     "llama-v3": "llama3",
     "falcon3": "llama3",
+    "pixtral": "llama3",
+    "smaug-bpe": "cl100k",
+    "dbrx": "cl100k",
+    "glm4": "cl100k",
+    "chatglm-bpe": "cl100k",
+    "gpt-4o": "gpt4o",
+    "llama4": "gpt4o",
+    "tekken": "tekken",
+    "deepseek-llm": "deepseek",
+    "deepseek-coder": "deepseek-coder",
+    "deepseek-v3": "deepseek3",
+    "joyai-llm": "deepseek3",
     "qwen2": "qwen2",
     "stablelm2": "qwen2",
     "deepseek-r1-qwen": "qwen2",
@@ -49,10 +84,10 @@ PRE: dict[str, str] = {
 }
 """``tokenizer.ggml.pre`` -> name of its patterns."""
 
-_WHOLE_WORDS_FIRST = frozenset({"llama3"})
+_WHOLE_WORDS_FIRST = frozenset({"llama3", "tekken"})
 """Patterns of models that take a whole piece as one token where the vocabulary has it, before any merge."""
 
-ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3"})
+ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
 """Names that imply a BOS token where the file does not say."""
 
 

@@ -92,10 +92,24 @@ def pieces(metadata: dict, text: str, **options) -> list[str]:
         ("smollm", "it'S", ["i", "t", "'", "S"]),
         ("gpt-2", "bcd ab", ["bcd", "Ġab"]),
         ("gpt-2", "a  a", ["a", "Ġ", "Ġa"]),
+        ("glm4", "1231", ["123", "1"]),
+        ("gpt-4o", "1231", ["123", "1"]),
+        ("gpt-4o", "a's", ["a", "'s"]),
+        ("tekken", "123", ["1", "2", "3"]),
+        ("tekken", "A bc", ["A", "Ġ", "bc"]),
+        ("deepseek-llm", "123a", ["123", "a"]),
+        ("deepseek-coder", "123a", ["1", "2", "3", "a"]),
+        ("deepseek-v3", "1231 a!!", ["123", "1", "Ġa", "!!"]),
+        ("deepseek-v3", "!abc", ["!", "a", "bc"]),
     ],
 )
 def test_how_texts_are_cut(pre, text, want):
     assert pieces(bpe(pre), text) == want
+
+
+@pytest.mark.parametrize(("pre", "want"), [("glm4", ["bA", "b"]), ("gpt-4o", ["b", "A", "b"]), ("tekken", ["b", "A", "b"])])
+def test_words_of_some_models_end_before_a_capital(pre, want):
+    assert pieces(bpe(pre, merges=["b A"]), "bAb") == want
 
 
 def test_lowest_rank_first_and_leftmost_on_ties():
