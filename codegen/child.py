@@ -47,7 +47,7 @@ def compile_here(
         compilations = frontend.compile_graphs(model, options)
         specs = list(dict.fromkeys(spec for c in compilations for spec in c.schedule.kernels()))
         lap("graph")
-        jobs = options.jobs or min(2, len(os.sched_getaffinity(0)))
+        jobs = min(options.jobs or 2, len(os.sched_getaffinity(0)), len(specs))
         image, kernels = build_image(specs, target, jobs, lambda done, total: say("kernels", done, total))
         lap("kernels")
         manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)

@@ -9,9 +9,9 @@ class CompileOptions(msgspec.Struct, frozen=True):
     """What may differ between two artifacts of one model.
 
     ``target``: ``native``, a feature level or a feature list; with ``cuda:sm_90`` items, separated by commas, the artifact holds GPU code
-    as well. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline
-    text, None for the default. ``jobs``: processes that generate code, None for as many as there are cores, at most 2. ``builder``:
-    options of the model's builder (``models.step.OPTIONS``), such as ``{"mla": 0}``. ``keep``: intermediate results that become outputs,
+    as well. ``type_k``/``type_v``: dtypes of the KV cache. ``pipeline``: pass pipeline text, None for the default. ``jobs``: most
+    processes that generate code, never more than there are cores; None for at most 2. ``builder``: options of the model's builder
+    (``models.step.OPTIONS``), such as ``{"mla": 0}``. ``keep``: intermediate results that become outputs,
     for comparisons (``codegen.keep``): ``stored`` and patterns of node names, separated by commas.
     """
 

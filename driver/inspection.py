@@ -19,13 +19,6 @@ _TOKENIZER = "tokenizer."
 _LONG_VALUE = 100
 
 
-class AnyFeature(frozenset[str]):
-    """A set of CPU features that has every feature: whoever only looks at an artifact may look at one for any CPU."""
-
-    def __contains__(self, feature: object) -> bool:
-        return True
-
-
 def _prod(ne: tuple[int, ...]) -> int:
     count = 1
     for n in ne:

@@ -34,12 +34,19 @@ class Artifact:
         self._programs = {program.name: program for program in manifest.programs}
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], expect_digest: str | None = None, features: frozenset[str] | None = None) -> Artifact:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        expect_digest: str | None = None,
+        features: frozenset[str] | None = None,
+        to_run: bool = True,
+    ) -> Artifact:
         """Map the file and check version, ABI, digests, CPU features and tensors.
 
         ``expect_digest``: sha256 (hex) the whole file must have, for artifacts from elsewhere: an artifact is native code and must be
-        trusted as a program is. ``features``: CPU features to check against, this machine's by default. Raises ArtifactError, or
-        GGUFError for a malformed container.
+        trusted as a program is. ``features``: CPU features to check against, this machine's by default. ``to_run`` false leaves out
+        processor and features: whoever only looks at an artifact may look at one for any machine. Raises ArtifactError, or GGUFError
+        for a malformed container.
         """
         file = GGUFFile.open(path)
         try:
@@ -47,7 +54,8 @@ class Artifact:
                 _check_expected(file, expect_digest)
             manifest = _manifest(file)
             image = _image(file, manifest)
-            _check_features(file.path, manifest, host_features() if features is None else features)
+            if to_run:
+                _check_features(file.path, manifest, host_features() if features is None else features)
             _check_references(file, manifest)
         except BaseException:
             file.close()

@@ -39,6 +39,8 @@ def test_code_for_aarch64_is_made_here_and_refused_here(tmp_path):
     path = compiled("llama-gqa-tied", "aarch64-dotprod", tmp_path)
     with pytest.raises(ArtifactError, match="the code is for aarch64, this machine is x86_64"):
         Artifact.open(path)
+    with Artifact.open(path, to_run=False) as artifact:
+        assert artifact.manifest.level == "aarch64-dotprod"
 
 
 class Emulator:

@@ -79,7 +79,6 @@ def command(
 
 def _artifact_graph(path: Path, stage: str, name: str) -> Graph:
     from ggufc.errors import DriverError
-    from ggufc.inspection import AnyFeature
     from ggufc.ir import parse_graph
     from ggufc.runtime import Artifact
 
@@ -87,14 +86,13 @@ def _artifact_graph(path: Path, stage: str, name: str) -> Graph:
         raise DriverError(
             f"{path} is an artifact, which holds its final graphs only (and PTX); use --stage final, or dump the model it came from"
         )
-    with Artifact.open(path, features=AnyFeature()) as artifact:
+    with Artifact.open(path, to_run=False) as artifact:
         return parse_graph(artifact.graph_text(name))
 
 
 def _artifact_ptx(path: Path, stage: str) -> str | None:
     """The PTX in an artifact, if ``stage`` is ``ptx`` (the first architecture it holds) or ``ptx:ARCH``."""
     from ggufc.errors import DriverError
-    from ggufc.inspection import AnyFeature
     from ggufc.runtime import Artifact
 
     kind, _, arch = stage.partition(":")
@@ -102,7 +100,7 @@ def _artifact_ptx(path: Path, stage: str) -> str | None:
         return None
     from ggufc.runtime.cuda.code import cuda_manifest, ptx_text
 
-    with Artifact.open(path, features=AnyFeature()) as artifact:
+    with Artifact.open(path, to_run=False) as artifact:
         manifest = cuda_manifest(artifact)
         if arch and arch not in manifest.targets:
             raise DriverError(f"{path} holds PTX for {', '.join(manifest.targets)}, not for {arch}; use --stage ptx:{manifest.targets[0]}")

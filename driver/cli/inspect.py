@@ -81,12 +81,12 @@ def command(
 
 def _verify(path: Path) -> None:
     """Opening an artifact checks its manifest, code and references; here the tensors follow. Raises ``DriverError``."""
-    from ggufc import inspection, verification
+    from ggufc import verification
     from ggufc.cli import terminal
     from ggufc.errors import DriverError
     from ggufc.runtime import Artifact
 
-    with Artifact.open(path, features=inspection.AnyFeature()) as artifact, terminal.progress() as progress:
+    with Artifact.open(path, to_run=False) as artifact, terminal.progress() as progress:
         damaged = verification.damaged_tensors(artifact.file, progress)
         count = len(artifact.file.tensors) - 1
     if damaged:
@@ -98,7 +98,7 @@ def _artifact(path: Path, ctx_size: int | None, ubatch_size: int, ptx: bool) -> 
     from ggufc import gpu_inspection, inspection
     from ggufc.runtime import Artifact
 
-    with Artifact.open(path, features=inspection.AnyFeature()) as artifact:
+    with Artifact.open(path, to_run=False) as artifact:
         trained = artifact.manifest.n_ctx_train or 4096
         data = inspection.describe_artifact(artifact, ctx_size or min(trained, 4096), ubatch_size)
         gpu = gpu_inspection.describe_gpu(artifact, ptx)
