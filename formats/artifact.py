@@ -6,7 +6,8 @@ as ``KV*T`` is a product of symbols (only graphs with unfused attention have tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -30,6 +31,11 @@ def evaluate(form: Affine, env: Mapping[str, int]) -> int:
             factor *= env[symbol]
         total += factor
     return total
+
+
+def numel(ne: Iterable[Affine], env: Mapping[str, int]) -> int:
+    """Values of a tensor whose dimensions are forms."""
+    return math.prod(evaluate(form, env) for form in ne)
 
 
 class Slot(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ arguments (fixups), and the symbols of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -191,7 +191,7 @@ class Binding:
 
     # Arguments
 
-    def _resolved(self, n_kernels: int, windowed: set[str] = frozenset()) -> list[int]:  # type: ignore[assignment]
+    def _resolved(self, n_kernels: int, windowed: Set[str] = frozenset()) -> list[int]:
         """Arguments of all launches one after another (``_first_arg``: where each launch's begin); those of launches that run elsewhere
         are 0.
 
@@ -296,10 +296,14 @@ class Binding:
                 raise RuntimeRefusal(f"a micro-batch with {name} = {value} exceeds what was allocated ({self._most[name]})")
             self.params[_INDEX[name]] = value
 
+    def env(self) -> dict[str, int]:
+        """The symbols of the last micro-batch."""
+        return dict(zip(abi.PARAMS, self.params.tolist()))
+
     def _shaped(self, name: str, buffers: Mapping[str, np.ndarray]) -> np.ndarray:
         """Output ``name`` of f32 buffers at the sizes of the last micro-batch, numpy order (``ne`` reversed)."""
         if name not in buffers:
             raise RuntimeRefusal(f"the program {self.program.name} has no output {name!r}; it has {', '.join(buffers) or 'none'}")
-        env = dict(zip(abi.PARAMS, self.params.tolist()))
+        env = self.env()
         ne = [fmt.evaluate(form, env) for form in self.program.outputs[name]]
         return buffers[name][: math.prod(ne)].reshape(ne[::-1])

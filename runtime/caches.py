@@ -18,7 +18,7 @@ from ggufc.formats.ggml_types import TYPES
 
 from .artifact import Artifact
 from .memory import ALIGNMENT, Region, align
-from .rows import CacheRows, HostPart, of_cells
+from .rows import CacheRows, HostPart, of_cells, row_bytes
 from .state_inputs import symbols
 
 
@@ -53,7 +53,7 @@ class CacheLayout:
                     f"{artifact.path}: cache {name} has rows of {cache.row} values under a transform of blocks of {cache.hadamard}, which "
                     "cannot be; compile the model again"
                 )
-            self.row_bytes[name] = cache.row // info.block * info.bytes
+            self.row_bytes[name] = row_bytes(cache)
             self.n_rows[name] = window_rows if window_rows and cache.window else self._rows(artifact, cache, n_seq_max)
             self.offsets[name] = self.size
             self.size += align(self.row_bytes[name] * self.n_rows[name], alignment)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ggufc.formats import artifact as fmt
-from ggufc.formats.ggml_types import TYPES
+from ggufc.formats import ggml_types
 
 from .errors import RuntimeRefusal
 from .memory import Region
@@ -106,8 +106,7 @@ def chunks(n: int, row: int) -> Iterator[tuple[int, int]]:
 
 def row_bytes(cache: fmt.Cache) -> int:
     """Bytes of one full row of a cache whose row is whole blocks of its type."""
-    info = TYPES[cache.dtype]
-    return cache.row // info.block * info.bytes
+    return ggml_types.row_bytes(cache.dtype, cache.row)
 
 
 class Store(Protocol):
@@ -133,7 +132,7 @@ def head_split(cache: fmt.Cache, heads: int, transposed: bool = False) -> tuple[
         raise RuntimeRefusal(
             f"cache {cache.name}: {heads} of {total} heads cannot lie apart; choose from 1 to {total - 1}, or do not split"
         )
-    info = TYPES[cache.dtype]
+    info = ggml_types.TYPES[cache.dtype]
     if heads * cache.head % info.block:
         raise RuntimeRefusal(
             f"cache {cache.name}: {heads} heads of {cache.head} values are not whole {cache.dtype} blocks of {info.block}; split "

@@ -13,7 +13,7 @@ One sequence only, evaluated from its end on: a row that was given away cannot c
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def compacted_rows(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_s
 
 
 def redirected(
-    program: fmt.Program, launch: fmt.Launch, windowed: set[str], inputs: dict[str, fmt.Input], apart: Container[str] = ()
+    program: fmt.Program, launch: fmt.Launch, windowed: Set[str], inputs: dict[str, fmt.Input], apart: Container[str] = ()
 ) -> bool:
     """Whether a launch works on compacted caches, so that it reads the inputs named with ``SUFFIX``.
 

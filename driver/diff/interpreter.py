@@ -119,7 +119,7 @@ class InterpreterExecutor(Binding):
         """As ``Executor.eval``. ``IRError`` where a graph is wrong."""
         self._check_sizes(T, O, R, KV, head)
         self._set_symbols(self.params, T, O, R, KV, head, entries)
-        env = symbols(self)
+        env = self.env()
         inputs = {}
         for name, spec in self.input_specs.items():
             ne = [evaluate(form, env) for form in spec.ne]
@@ -138,8 +138,3 @@ class InterpreterExecutor(Binding):
 
     def close(self) -> None:
         """Nothing runs beyond an evaluation."""
-
-
-def symbols(executor: Binding) -> dict[str, int]:
-    """What the symbols were in the last micro-batch."""
-    return dict(zip(abi.PARAMS, executor.params.tolist()))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ggufc.codegen.options import CompileOptions
-from ggufc.diff.interpreter import InterpreterExecutor, open_graphs, symbols
+from ggufc.diff.interpreter import InterpreterExecutor, open_graphs
 from ggufc.diff.recording import CacheRows, Names, Recording
 from ggufc.diff.stored import StoredStep
 from ggufc.formats.artifact import Cache
@@ -74,7 +74,7 @@ class CodeSide(GraphSide):
                 yield session
 
     def _record(self, executor: Executor) -> Recording:
-        names, env = self._names[executor.program.name], symbols(executor)
+        names, env = self._names[executor.program.name], executor.env()
         values: dict[Node, np.ndarray] = {}
         for name, node in names.graph.outputs.items():
             found = executor.output(name)
@@ -116,7 +116,7 @@ class InterpreterSide(GraphSide):
                 self.step = _Following(self, side._names[self.program.name], side.leader[n] if n < len(side.leader) else None)
                 super().eval(*args, **more)
                 _clear_spare_rows(self.caches)
-                env = symbols(self)
+                env = self.env()
                 side.recordings.append(Recording(self.step.names, env, self.step.values, self.step.caches))
 
             def replace(self, node: Node, value: Any) -> Any:
@@ -170,7 +170,7 @@ class _Following:
         name = resource(node)
         if self.names.last_writes[name] is not node:
             return None
-        spec, env = self.executor.caches.specs[name], symbols(self.executor)
+        spec, env = self.executor.caches.specs[name], self.executor.env()
         raw = np.ascontiguousarray(value.data).view(np.uint8).reshape(value.data.shape[0], -1)
         self.caches[name] = CacheRows(spec.dtype, _rows(spec, raw, env).copy())
         other = self.leader.caches.get(name) if self.leader else None

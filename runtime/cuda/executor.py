@@ -10,7 +10,6 @@ An executor may hold only some stretches of a program's launches (``Piece``): th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -249,7 +248,7 @@ class CudaExecutor(Binding):
         """Run one piece: copy in what it reads, start its launches, copy out what it made, wait. The slots in ``staged`` are the caller's
         to fill and to read.
         """
-        env = dict(zip(abi.PARAMS, self.params.tolist()))
+        env = self.env()
         shape, top = self._launches.shape(env, self._most)
         piece = self._pieces[index]
 
@@ -272,7 +271,7 @@ class CudaExecutor(Binding):
             device.send(self._symbols.address, self._symbols.host)
             for (kind, name), buffer in self._buffers.items():
                 if kind == "input":
-                    used = math.prod(fmt.evaluate(form, env) for form in self.input_specs[name].ne)
+                    used = fmt.numel(self.input_specs[name].ne, env)
                     device.send(buffer.address, buffer.host[:used])
         for slot, size in piece.incoming.items():
             device.send(self._slot_address(slot), self.staged[slot][: fmt.evaluate(size, env)])
@@ -282,7 +281,7 @@ class CudaExecutor(Binding):
         for slot, size in piece.outgoing.items():
             device.receive(self._slot_address(slot), self.staged[slot][: fmt.evaluate(size, env)])
         for name, array in self._outputs.items() if last else ():
-            used = math.prod(fmt.evaluate(form, env) for form in self.program.outputs[name])
+            used = fmt.numel(self.program.outputs[name], env)
             device.receive(self._buffers["output", name].address, array[:used])
 
     def _slot_address(self, slot: int) -> int:

@@ -7,12 +7,10 @@ heads the first part is where its layer runs, the rest on the host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ggufc.formats import abi
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.binding import Limits
@@ -142,9 +140,9 @@ class OffloadExecutor:
         host, device = self._host, self._device
         host.begin(T, O, R, KV, head, entries)
         device.begin(T, O, R, KV, head, entries)
-        env = dict(zip(abi.PARAMS, host.params.tolist()))
+        env = host.env()
         for name in self._sent:
-            used = math.prod(fmt.evaluate(form, env) for form in self.input_specs[name].ne)
+            used = fmt.numel(self.input_specs[name].ne, env)
             device.inputs[name][:used] = host.inputs[name][:used]
         done = {True: 0, False: 0}
         for stretch in self._stretches:
