@@ -30,6 +30,9 @@ from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.layout import Layout, layout
 
+_MATCHERS = (*MATCHERS, match_gated_experts, *HYPER_MATCHERS, *ROUTING_MATCHERS, *CONV_MATCHERS)
+"""Tried in order on each node that nothing has claimed yet."""
+
 
 @dataclass
 class Lowering:
@@ -77,7 +80,7 @@ class Lowering:
         for node in self.graph.nodes:
             if node in self.claimed:
                 continue
-            for matcher in (*MATCHERS, match_gated_experts, *HYPER_MATCHERS, *ROUTING_MATCHERS, *CONV_MATCHERS):
+            for matcher in _MATCHERS:
                 fusion = matcher(self, node)
                 if fusion is not None:
                     self.anchors[fusion.anchor] = fusion

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import matmul, rope, rowwise
 from ggufc.codegen.kernels.matmul_product import rows_argument
+from ggufc.codegen.lower_operands import covers
 from ggufc.codegen.schedule import NULL, Ref, Step, add_forms, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode
 from ggufc.codegen.weights.base import ROWS
@@ -83,7 +84,7 @@ class Product(Fusion):
                 matmul.grid(spec),
                 bytes=add_forms(weight_bytes, form(count, 4 * ldy)),
                 flops=form(count, 2 * k * n),
-                inplace=(2, 5) if self.residual is not None and _whole(self.residual) else None,
+                inplace=(2, 5) if self.residual is not None and covers(self.residual) else None,
             )
         )
 
@@ -169,9 +170,9 @@ def emit_norm(low: Lowering, norm: Node, anchor: Node, residual: Node | None) ->
     sym, mult = rows_grid([count])
     args = (at, integer(ldx), weight, res, integer(ldr), out, integer(ne0))
     inplace = None
-    if residual is not None and _whole(residual):
+    if residual is not None and covers(residual):
         inplace = (5, 3)
-    elif residual is None and _whole(x):
+    elif residual is None and covers(x):
         inplace = (5, 0)
     low.emit(Step(spec, args, (5,), norm.name, sym, 1, mult, bytes=form(count, 8 * ne0), inplace=inplace))
 
@@ -200,7 +201,7 @@ class Rotation(Fusion):
             out, slots = low.result(self.rope), NULL
         sym, mult = rows_grid([where.ne[2]])
         args = (at, integer(fixed(where.nb[2])), table, weight, out, integer(d * heads), slots)
-        inplace = (4, 0) if self.store is None and _whole(x) else None
+        inplace = (4, 0) if self.store is None and covers(x) else None
         low.emit(Step(spec, args, (4,), self.rope.name, sym, 1, mult, bytes=form(where.ne[2], 8 * d * heads), inplace=inplace))
 
 
@@ -232,12 +233,6 @@ def _has_heads(node: Node) -> bool:
 def _has_rows(node: Node) -> bool:
     where = layout(node)
     return len(where.ne) == 2 and where.nb[0] == 1 and isinstance(where.nb[1], int)
-
-
-def _whole(node: Node) -> bool:
-    """The node covers its storage exactly, so an in-place result may take it over."""
-    where = layout(node)
-    return where.contiguous and where.offset == 0 and product(where.ne) == where.root.type.numel
 
 
 MATCHERS: tuple[Callable[[Lowering, Node], Fusion | None], ...] = (match_product, match_add_norm, match_rope)

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 def lower_generic(low: Lowering, node: Node) -> None:
     """Emit the kernel of ``node``; CodegenError naming the node if its operator has none."""
-    rule = (RULES | SPARSE_RULES | HYPER_RULES | ROUTING_RULES).get(node.op.name)
+    rule = RULES.get(node.op.name)
     if rule is None:
         raise CodegenError(
             f"node {node.name!r}: there is no kernel for the operator {node.op.name}; the model cannot be compiled with this pipeline, but "
             "its graph can be dumped and evaluated by the reference interpreter (ggufc.ir.interpret)"
         )
-    most = (OPERANDS | SPARSE_OPERANDS | HYPER_OPERANDS | ROUTING_OPERANDS).get(node.op.name, 1)
+    most = OPERANDS.get(node.op.name, 1)
     if len(node.operands) > most:
         raise CodegenError(f"node {node.name!r}: {node.op.name} with {len(node.operands)} operands has no kernel; there is one for {most}")
     rule(low, node)
@@ -252,9 +252,12 @@ RULES: dict[str, Emit] = {
     "rope": _rope,
     "rope_apply": _rope_apply,
     "mul_mat": _mul_mat,
+    **SPARSE_RULES,
+    **HYPER_RULES,
+    **ROUTING_RULES,
 }
 """Operator name -> how it is emitted."""
 
 _TWO = ("add", "sub", "mul", "div", "glu", "concat", "cpy", "get_rows", "kq_mask", "rms_norm_mul", "rope_apply", "mul_mat")
-OPERANDS = {**dict.fromkeys(_TWO, 2), **dict.fromkeys(("soft_max", "rope"), 3)}
+OPERANDS = dict.fromkeys(_TWO, 2) | dict.fromkeys(("soft_max", "rope"), 3) | SPARSE_OPERANDS | HYPER_OPERANDS | ROUTING_OPERANDS
 """Operands that the rules of more than one operand know about: a node with others must not lose them silently."""

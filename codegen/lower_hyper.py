@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from ggufc.codegen.kernels import hyper
 from ggufc.codegen.lower_fusions import Fusion
-from ggufc.codegen.lower_operands import Emit, whole
+from ggufc.codegen.lower_operands import Emit, covers, whole
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
-from ggufc.ir.dims import product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import layout
 
@@ -77,9 +76,7 @@ def _emit_post(low: Lowering, node: Node, norm: Node | None) -> None:
     args = (source, at, integer(ldy), whole(low, gates), w, low.result(node))
     sym, mult = rows_grid([tokens])
     moved = form(tokens, 4 * spec.n * (2 * spec.streams + 1))
-    where = layout(x)
-    covers = where.contiguous and where.offset == 0 and product(where.ne) == where.root.type.numel
-    low.emit(Step(spec, args, (5,), node.name, sym, 1, mult * spec.blocks, bytes=moved, inplace=(5, 0) if covers else None))
+    low.emit(Step(spec, args, (5,), node.name, sym, 1, mult * spec.blocks, bytes=moved, inplace=(5, 0) if covers(x) else None))
 
 
 def _mix(low: Lowering, node: Node) -> None:

@@ -16,7 +16,7 @@ from ggufc.codegen.kernels.elementwise import Copy
 from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, rows_grid
 from ggufc.formats.abi import PARAMS
-from ggufc.ir.dims import Dim, IntDim
+from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import layout
 from ggufc.ir.ops.cache import is_version
@@ -31,6 +31,12 @@ Emit = Callable[["Lowering", Node], None]
 def stored_dtype(root: Node) -> str:
     """Type of a plain tensor in memory: weights in half precision are stored as f32 where no product reads them."""
     return "f32" if root.op.name == "weight" and root.dtype in ("f16", "bf16") else root.dtype
+
+
+def covers(node: Node) -> bool:
+    """Whether the node is all of its storage, in order, so that an in-place result may take it over."""
+    where = layout(node)
+    return where.contiguous and where.offset == 0 and product(where.ne) == where.root.type.numel
 
 
 def item_bytes(root: Node) -> int:
