@@ -14,7 +14,6 @@ from .artifact import Affine
 
 KEY = "ggufc.cuda"
 TENSOR = "ggufc.ptx"
-DIGEST = "ptx"
 MAX_GRID = 2**31 - 1
 """Blocks of a one-dimensional grid; kernels step through their tiles, so a smaller grid computes them all."""
 

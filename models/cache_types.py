@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 OVERRIDES = ("type_k_first", "type_k_last", "type_v_first", "type_v_last")
-HADAMARD = ("k_hadamard", "v_hadamard")
 LATENT_BLOCK = 64
 """Block of the transform of latent rows, whatever their length."""
 _BLOCKS = (512, 256, 128, 64)

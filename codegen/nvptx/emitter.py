@@ -124,10 +124,6 @@ class PtxEmitter(Emitter):
         """First token of the slice this launch computes."""
         return self.args[self.n_args + 2]
 
-    @property
-    def n_tiles(self) -> Value:
-        return self._tiles_left
-
     def param(self, symbol: str) -> Value:
         from ggufc.formats.abi import PARAMS
 
