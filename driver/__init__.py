@@ -11,8 +11,8 @@ Names are imported on first use, so that importing a sub-package (``ggufc.format
 caller can act on derives from ``GgufcError``.
 
 The room holds ``api`` (compile, load), ``resolve`` (model names to files) over ``registry`` (aliases), ``pull`` and ``download`` (getting
-model files), ``cache`` (compiled artifacts kept between runs), ``inspection``, ``benchmark``, ``profile``, ``machine``, ``files``, and
-``cli`` (the command line).
+model files), ``cache`` (compiled artifacts kept between runs), ``devices`` (where a session runs), ``inspection`` (with
+``gpu_inspection``, ``reuse_trial``, ``verification``), ``benchmark``, ``profile``, ``machine``, ``files``, and ``cli`` (the command line).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 - ``gguf_values``, ``gguf_header``, ``gguf_checks``, ``gguf_reader``: value types, bounded parser, rules of the keys, ``GGUFFile``
 - ``gguf_writer``: ``GGUFWriter``, streaming
 - ``quants``: ``dequantize``, ``quantize``, ``codes``
-- ``activations``: how products round their activations
+- ``activations``, ``hadamard``: how products round their activations, and the transform of stored keys
 - ``artifact``, ``cuda``, ``abi``: the manifest of an artifact, its GPU code, and the memory shared with native code
+- ``cpustate``: what the system tells about its CPU, and grants
 """

@@ -1,12 +1,13 @@
 """Artifacts, execution, caches, tokenizers and sessions.
 
 Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``programs``
-chooses among programs, ``executor`` binds and evaluates one (``cuda`` on a device). ``kvcells`` keeps the books of cells and sequences,
-``rows`` reads and writes the rows of caches wherever they lie, ``windows`` compacts those of sliding windows, ``kshift`` rotates stored
-keys, ``batch`` cuts batches into micro-batches, ``inputs`` hands them to an executor, ``state_inputs`` keeps what belongs to sequences and
-not to cells (``state_rows``: in saved states). ``state`` writes and ``state_load`` reads saved states (``state_io``: files;
-``session_state``: of a session). ``tokenizer`` (with ``spm``, ``bpe``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on
-``session`` (with ``history``, ``generation``, ``parallel``, ``statistics``), which joins everything.
+chooses among programs, ``executor`` evaluates one (``cuda`` on a device) over what ``binding`` and ``caches`` do for all executors;
+``cpuinfo`` knows the machine. ``kvcells`` keeps the books of cells and sequences, ``rows`` reads and writes the rows of caches wherever
+they lie, ``windows`` compacts those of sliding windows, ``kshift`` rotates stored keys, ``batch`` cuts batches into micro-batches,
+``inputs`` hands them to an executor, ``state_inputs`` keeps what belongs to sequences and not to cells (``state_rows``: in saved states).
+``state`` writes and ``state_load`` reads saved states (``state_io``: files; ``session_state``: of a session). ``tokenizer`` (with
+``vocab``, ``spm``, ``bpe``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session`` (with ``history``, ``generation``,
+``parallel``, ``statistics``), which joins everything.
 
 Names are imported lazily so that a command line that only needs ``paths`` pays for nothing else.
 """
