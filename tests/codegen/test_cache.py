@@ -12,6 +12,7 @@ from ggufc.codegen.kernels.rope import RopeApply
 from ggufc.formats import ggml_types
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
+from ggufc.models.cache_types import CACHE_TYPES
 from harness import build, run, runnable_targets
 
 STORES = [StoreRows(96, dtype) for dtype in BLOCKS]
@@ -92,6 +93,10 @@ def test_rotation_stores_what_set_rows_would(loaded, spec):
 @pytest.mark.parametrize("dtype", STORAGE)
 def test_sizes_are_those_of_the_file_format(dtype):
     assert row_bytes(dtype, 96) == ggml_types.row_bytes(dtype, 96)
+
+
+def test_every_type_a_model_may_ask_for_can_be_stored():
+    assert sorted(STORAGE) == sorted(CACHE_TYPES)
 
 
 def test_refusals():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cell_lists import two_lists
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.decode import DecodeRows
 from ggufc.codegen.kernels.hadamard import Hadamard
@@ -52,18 +53,6 @@ def loaded(request):
     return request.param, build(ALL, request.param)
 
 
-def lists(rng, n_tokens, length, n_cells):
-    """Two cell lists one after another, and what each token sees of one of them."""
-    first = length // 3
-    cells = np.concatenate([rng.permutation(n_cells)[:first], rng.permutation(n_cells)[: length - first]]).astype(np.int32)
-    visible = np.zeros((n_tokens, 3), np.int32)
-    for t in range(n_tokens):
-        base, size = ((0, first), (first, length - first))[t % 2]
-        hi = int(rng.integers(0, size + 1)) if t % 5 else size
-        visible[t] = base, int(rng.integers(0, hi + 1)) if t % 3 == 0 else 0, hi
-    return cells, visible
-
-
 class Scoring:
     """Queries, weights and a key cache of an indexer."""
 
@@ -74,7 +63,7 @@ class Scoring:
         self.w = rng.normal(size=(n_tokens, spec.heads)).astype(np.float32)
         self.raw = quantize(spec.dtype, rng.normal(size=(n_cells, spec.d)).astype(np.float32))
         self.keys = dequantize(spec.dtype, self.raw, spec.d)
-        self.cells, self.visible = lists(rng, n_tokens, length, n_cells)
+        self.cells, self.visible = two_lists(rng, n_tokens, length, n_cells)
 
     def run(self, loaded, tokens=slice(None), move=None):
         target, image = loaded
@@ -126,7 +115,7 @@ def test_choice_of_the_largest_scores_in_list_order(loaded, spec):  # S63, S143
     target, image = loaded
     rng = np.random.default_rng(4)
     length = 2400 if spec.k > 100 else 130
-    cells, visible = lists(rng, 9, length, length)
+    cells, visible = two_lists(rng, 9, length, length)
     scores = rng.normal(size=(9, -(-length // 16) * 16)).astype(np.float32)
     scores[1] = np.round(scores[1])  # many ties
     scores[2] = 0.0

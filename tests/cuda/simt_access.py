@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from simt import _Run
 
 
+def _access(s: _Run, space: str, address: np.ndarray, size: int, count: int, idx: Index, write: int) -> tuple[np.ndarray, np.ndarray]:
+    """The memory as words of ``size`` bytes, and the first of ``count`` neighbouring ones for each thread; checked and logged."""
+    if space == "global":
+        memory, at = s.memory.bytes, s.global_access(address, size * count, idx, write)
+    elif space == "shared":
+        memory, at = s.shared, s.shared_access(address, size * count, idx, write)
+    else:
+        raise s.fail(f"{'stores to' if write else 'loads from'} the {space} space are outside the subset")
+    return memory.view(VIEWS[size]), at // size
+
+
 class MemoryInstructions(Operands):
     def _ld(self, ins: Instruction, parts: list[str]) -> Runs:
         space, type_ = parts[1], parts[-1]
@@ -25,19 +36,11 @@ class MemoryInstructions(Operands):
         to = inside(ins.operands[0]) if ins.operands[0].startswith("{") else [ins.operands[0]]
         puts = [self.put(o) for o in to]
         address, _ = self.address(ins.operands[1])
-        size = np.dtype(ops.TYPES[type_]).itemsize
-        view, dtype, count = VIEWS[size], ops.TYPES[type_], len(to)
+        dtype, count = ops.TYPES[type_], len(to)
+        size = np.dtype(dtype).itemsize
 
         def run(s: _Run, idx: Index) -> None:
-            where = address(s, idx)
-            if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, READ)
-            elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, READ)
-            else:
-                raise s.fail(f"loads from the {space} space are outside the subset")
-            words = memory.view(view)
-            first = at // size
+            words, first = _access(s, space, address(s, idx), size, count, idx, READ)
             for i, put in enumerate(puts):
                 put(s, idx, words[first + i].view(dtype))
 
@@ -61,20 +64,12 @@ class MemoryInstructions(Operands):
         space, type_ = parts[1], parts[-1]
         source = inside(ins.operands[1]) if ins.operands[1].startswith("{") else [ins.operands[1]]
         size = np.dtype(ops.TYPES[type_]).itemsize
-        view, count = VIEWS[size], len(source)
+        count = len(source)
         gets = [self.get(o, f"u{8 * size}") for o in source]
         address, _ = self.address(ins.operands[0])
 
         def run(s: _Run, idx: Index) -> None:
-            where = address(s, idx)
-            if space == "global":
-                memory, at = s.memory.bytes, s.global_access(where, size * count, idx, WRITE)
-            elif space == "shared":
-                memory, at = s.shared, s.shared_access(where, size * count, idx, WRITE)
-            else:
-                raise s.fail(f"stores to the {space} space are outside the subset")
-            words = memory.view(view)
-            first = at // size
+            words, first = _access(s, space, address(s, idx), size, count, idx, WRITE)
             for i, get in enumerate(gets):
                 words[first + i] = get(s, idx)
 

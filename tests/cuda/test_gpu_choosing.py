@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cell_lists import two_lists
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.indexer import ENTRIES, IndexerScores, IndexerSelect
 from ggufc.codegen.kernels.select import TopK
@@ -67,18 +68,6 @@ def test_rows_shorter_than_what_is_wanted():
 # -- the indexer -----------------------------------------------------------------------------------------------------
 
 
-def lists(rng: np.random.Generator, n_tokens: int, length: int, n_cells: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two cell lists one after another, and what each token sees of one of them."""
-    first = length // 3
-    cells = np.concatenate([rng.permutation(n_cells)[:first], rng.permutation(n_cells)[: length - first]]).astype(np.int32)
-    visible = np.zeros((n_tokens, 3), np.int32)
-    for t in range(n_tokens):
-        base, size = ((0, first), (first, length - first))[t % 2]
-        hi = int(rng.integers(0, size + 1)) if t % 5 else size
-        visible[t] = base, int(rng.integers(0, hi + 1)) if t % 3 == 0 else 0, hi
-    return cells, visible
-
-
 @pytest.mark.parametrize("spec", [IndexerScores(32, 8, "f16"), IndexerScores(64, 5, "q8_0"), IndexerScores(18, 11, "f32"),
                                   IndexerScores(128, 9, "bf16")], ids=str)  # fmt: skip
 def test_scores(spec):
@@ -86,7 +75,7 @@ def test_scores(spec):
     rng, tokens, length = np.random.default_rng(1), 11, 75
     q, w = (rng.normal(size=(tokens, n)).astype(np.float32) for n in (spec.heads * spec.d + 3, spec.heads + 1))
     raw = quantize(spec.dtype, rng.normal(size=(80, spec.d)).astype(np.float32))
-    cells, visible = lists(rng, tokens, length, 80)
+    cells, visible = two_lists(rng, tokens, length, 80)
     scores = np.full((tokens, 80), np.nan, np.float32)
     args = [q, q.shape[1], w, w.shape[1], raw, cells, visible, scores]
     got = run(spec, args, [7], 0, T=tokens, R=length)[7]
@@ -112,7 +101,7 @@ def test_choice_of_the_largest_scores_in_list_order(spec):
     """S63, S143: ties by the rule, sinks before all, short lists whole."""
     rng = np.random.default_rng(4)
     length = 2400 if spec.k > 100 else 330
-    cells, visible = lists(rng, 9, length, length)
+    cells, visible = two_lists(rng, 9, length, length)
     scores = rng.normal(size=(9, -(-length // 16) * 16)).astype(np.float32)
     scores[1] = np.round(scores[1])  # many ties
     scores[2] = 0.0
