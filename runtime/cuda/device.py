@@ -84,5 +84,22 @@ class PtxTooNew(RuntimeRefusal):
     """The driver does not know the PTX version of a module."""
 
 
+REMEDY = "or run on the CPU"
+
+
+def check_index(index: int, count: int) -> None:
+    """RuntimeRefusal where ``count`` devices have none of that number."""
+    if not 0 <= index < count:
+        have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
+        raise RuntimeRefusal(
+            f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {REMEDY}"
+        )
+
+
+def no_memory_left(what: str) -> RuntimeRefusal:
+    """The driver's allocator has refused; ``what`` completes "to"."""
+    return RuntimeRefusal(f"the GPU has no memory left to {what}; use a smaller n_ctx or n_ubatch, {REMEDY}")
+
+
 def megabytes(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"

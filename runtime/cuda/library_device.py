@@ -17,10 +17,9 @@ import numpy as np
 
 from ggufc.runtime.errors import RuntimeRefusal
 
-from .device import PtxTooNew, megabytes
+from .device import REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
 from .pool import Pool
 
-_REMEDY = "or run on the CPU"
 _OUT_OF_MEMORY, _NO_DEVICE, _UNSUPPORTED_PTX = 2, 100, 222
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # device attributes
 _THREAD_LOCAL = 1  # capture mode: calls of other threads do not disturb a recording
@@ -33,7 +32,7 @@ def load_library() -> Any:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeRefusal(f"CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, {_REMEDY}")
+    raise RuntimeRefusal(f"CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, {REMEDY}")
 
 
 class _Driver:
@@ -67,7 +66,7 @@ class _Driver:
         """``what`` completes "the GPU cannot"."""
         status = self.status(name, *args)
         if status == _OUT_OF_MEMORY:
-            raise RuntimeRefusal(f"the GPU has no memory left to {what}; use a smaller n_ctx or n_ubatch, {_REMEDY}")
+            raise no_memory_left(what)
         if status:
             raise RuntimeRefusal(f"the GPU cannot {what}: {self.error(status)} ({name})")
 
@@ -81,7 +80,7 @@ class _Driver:
         """Initialise; the number of devices."""
         status = self.status("cuInit", 0)
         if status and status != _NO_DEVICE:
-            raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({self.error(status)}); check nvidia-smi, {_REMEDY}")
+            raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({self.error(status)}); check nvidia-smi, {REMEDY}")
         count = c_int()
         if not status:
             self("count devices", "cuDeviceGetCount", byref(count))
@@ -123,12 +122,7 @@ class LibraryDevice:
 
     def __init__(self, index: int = 0, library: Any = None) -> None:
         self._cuda = cuda = _Driver(library or load_library())
-        count = cuda.start()
-        if not 0 <= index < count:
-            have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
-            raise RuntimeRefusal(
-                f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}"
-            )
+        check_index(index, cuda.start())
         self._index, self._closed = index, False
         self._pool = Pool(self._allocate, lambda address: cuda("free memory", "cuMemFree_v2", c_uint64(address)))
         self.graphs = cuda.has("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch")

@@ -25,6 +25,8 @@ from .division import Stretch, check_caches, divide, places
 from .executor import CudaExecutor, Piece
 from .weights import Progress
 
+_NO_PROFILE = "profiling is for one place at a time; run everything on the CPU or everything on the device"
+
 
 class DividedCaches:
     """Each cache where its layer runs."""
@@ -79,7 +81,7 @@ class OffloadExecutor:
         closing: Callable[[], None] = lambda: None,
     ) -> None:
         if profile:
-            raise RuntimeRefusal("profiling is for one place at a time; run everything on the CPU or everything on the device")
+            raise RuntimeRefusal(_NO_PROFILE)
         if share is not None:
             n_gpu_layers = share.n_gpu_layers
         self.n_gpu_layers = n_gpu_layers
@@ -161,7 +163,7 @@ class OffloadExecutor:
 
     def profile(self) -> np.ndarray:
         """There is none: RuntimeRefusal."""
-        raise RuntimeRefusal("profiling is for one place at a time; run everything on the CPU or everything on the device")
+        raise RuntimeRefusal(_NO_PROFILE)
 
     def close(self) -> None:
         """Stop the threads and free the device's memory. Safe to call twice."""

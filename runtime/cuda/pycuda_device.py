@@ -11,10 +11,8 @@ import numpy as np
 
 from ggufc.runtime.errors import RuntimeRefusal
 
-from .device import PtxTooNew, megabytes
+from .device import REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
 from .pool import Pool
-
-_REMEDY = "or run on the CPU"
 
 
 def _driver() -> ModuleType:
@@ -24,11 +22,11 @@ def _driver() -> ModuleType:
     except ImportError as error:
         missing = "its driver library libcuda" if "libcuda" in str(error) else "the package pycuda"
         what = "install an NVIDIA driver" if "libcuda" in str(error) else "pip install 'ggufc[cuda]'"
-        raise RuntimeRefusal(f"CUDA cannot be used: {missing} is missing ({error}); {what}, {_REMEDY}") from None
+        raise RuntimeRefusal(f"CUDA cannot be used: {missing} is missing ({error}); {what}, {REMEDY}") from None
     try:
         driver.init()
     except driver.Error as error:
-        raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({error}); check nvidia-smi, {_REMEDY}") from None
+        raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({error}); check nvidia-smi, {REMEDY}") from None
     return driver
 
 
@@ -37,12 +35,7 @@ class PycudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self._cuda = cuda = _driver()
-        count = cuda.Device.count()
-        if not 0 <= index < count:
-            have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
-            raise RuntimeRefusal(
-                f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {_REMEDY}"
-            )
+        check_index(index, cuda.Device.count())
         device = cuda.Device(index)
         major, minor = device.compute_capability()
         self.name, self.capability = device.name(), 10 * major + minor
@@ -57,7 +50,7 @@ class PycudaDevice:
         try:
             return function(*args)
         except self._cuda.MemoryError:
-            raise RuntimeRefusal(f"the GPU has no memory left to {what}; use a smaller n_ctx or n_ubatch, {_REMEDY}") from None
+            raise no_memory_left(what) from None
         except self._cuda.Error as error:
             raise RuntimeRefusal(f"the GPU cannot {what}: {error}") from None
 
