@@ -38,6 +38,9 @@ def with_split(pipeline: str, choices: Iterable[str]) -> str:
     return before + "".join(f"{item}," for item in passes) + found + after
 
 
+_ALL = 1 << 30
+
+
 @dataclass(frozen=True)
 class SplitHeads(Pass):
     """Attention over the caches of layers ``first`` to ``last`` -> two attentions over caches of their own: KV heads below ``heads``, and
@@ -50,7 +53,7 @@ class SplitHeads(Pass):
 
     name: ClassVar[str] = ANALYSIS
     first: int = 0
-    last: int = 1 << 30
+    last: int = _ALL
     heads: int = 1
 
     def apply(self, graph: Graph) -> PassResult:
@@ -59,17 +62,16 @@ class SplitHeads(Pass):
             raise PassError(
                 f"split-heads divides layers {self.first} to {self.last} after {self.heads} heads; give layers in order, heads from 1"
             )
-        found = [node for node in graph.nodes if node.op.name == "flash_attn" and self._wanted(node)]
+        attentions = [(layer, node) for node in graph.nodes if node.op.name == "flash_attn" and (layer := _layer(node)) is not None]
+        layers = [layer for layer, _ in attentions]
+        if layers and max(layers) < self.last < _ALL:
+            raise PassError(f"split-heads divides layers {self.first} to {self.last}; the last layer with attention is {max(layers)}")
+        found = [node for layer, node in attentions if self.first <= layer <= self.last]
         users = graph.users()
         divided = [node for node in found if self._divides(node, users)]
         if divided:
             _rebuild(graph, divided, self.heads)
         return PassResult(bool(divided), {"divided": len(divided), "whole": len(found) - len(divided)})
-
-    def _wanted(self, attention: Node) -> bool:
-        name = _leaf(attention.operands[1]).attrs["name"]
-        match = _LAYER.match(name)
-        return match is not None and not name.endswith(REST) and self.first <= int(match[1]) <= self.last
 
     def _divides(self, attention: Node, users: dict[Node, list[Node]]) -> bool:
         """Whether each of the caches is written once, by rows, and read by this attention only."""
@@ -81,6 +83,13 @@ class SplitHeads(Pass):
             if users[version] != [attention] or users[version.operands[0]] != [version]:
                 return False
         return attention.operands[1] is not attention.operands[2]
+
+
+def _layer(attention: Node) -> int | None:
+    """The layer whose cache an attention reads; None for caches divided already."""
+    name = _leaf(attention.operands[1]).attrs["name"]
+    match = _LAYER.match(name)
+    return None if match is None or name.endswith(REST) else int(match[1])
 
 
 def _leaf(version: Node) -> Node:

@@ -202,3 +202,5 @@ def test_what_cannot_be_divided_stays_whole():
     assert SplitHeads().apply(graph).counts == {"divided": 0, "whole": 1} and print_graph(graph).count("cache ") == 2
     with pytest.raises(PassError, match="layers in order, heads from 1"):
         SplitHeads(heads=0).apply(graph)
+    with pytest.raises(PassError, match="layers 0 to 9; the last layer with attention is 0"):
+        SplitHeads(last=9).apply(graph)
