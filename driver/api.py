@@ -108,19 +108,23 @@ def artifact_for(
         return known
     # A file that calls itself an artifact is checked once, when the session opens it.
     if path.suffix == cache.SUFFIX or is_artifact(path):
-        _check_options(path, {"k": type_k, "v": type_v}, builder or {})
+        _check_options(path, split_target(target)[0], {"k": type_k, "v": type_v}, builder or {})
         return path
     return _fetch(path, options, dict(builder or {}), jobs, say, progress)
 
 
-def _check_options(artifact: Path, types: Mapping[str, str | None], builder: Mapping[str, int | bool | str]) -> None:
-    if not any(types.values()) and not builder:
+def _check_options(artifact: Path, target: str, types: Mapping[str, str | None], builder: Mapping[str, int | bool | str]) -> None:
+    native = "native" in target.split(",")
+    if native and not any(types.values()) and not builder:
         return
+    from ggufc.codegen.cpu.target import resolve
     from ggufc.models.step import OPTIONS
     from ggufc.runtime import Artifact
 
     with Artifact.open(artifact) as opened:
         manifest = opened.manifest
+    if not native and set(resolve(target).features) != set(manifest.features):
+        raise DriverError(f"{artifact} holds code for {manifest.level}, not {target}; compile the model again with --target {target}")
     have = {"k": manifest.type_k, "v": manifest.type_v}
     for part, dtype in types.items():
         if dtype and dtype != have[part]:

@@ -167,7 +167,7 @@ device: Callable[[F], F] = stack(
         type=click.IntRange(0),
         default=None,
         metavar="N",
-        help="Layers to run on a GPU, counted from the last; one more than there are: the output too.",
+        help="Layers to run on a GPU, counted from the last; one more than there are: the output too. 0 needs no GPU.",
     ),
     click.option(
         "--device",

@@ -34,6 +34,8 @@ def side_of(source: Path, options: CompileOptions, interpreted: bool, activation
     if interpreted:
         graph = "the unfused graph" if passes is None else f"after {passes or 'no passes'}"
         return InterpreterSide(source, options, f"interpreter, {graph}, activations {activations}", activations)
+    if passes == "":
+        raise DriverError("code is generated from fused graphs, so passes= alone is for the interpreter; add --against interpreter")
     told = [f"passes {passes}" if passes is not None else "default passes", f"K {options.type_k}, V {options.type_v}"]
     told += [f"{name} {value}" for name, value in sorted(options.builder.items())]
     return CodeSide(compiled(options), options, f"code for {options.target}, {', '.join(told)}")
@@ -71,6 +73,8 @@ def other_side(
     if changed is options and interpreted and not rest:
         raise DriverError("with --interpret both sides would be the same; say what differs, such as --against passes=canonicalize,cse,dce")
     if rest or not words:
+        if changed.target != options.target:
+            raise DriverError("--against target=... is about generated code, which the interpreter does not run; leave out one of them")
         unfused = not any(word.startswith("passes=") for word in words)
         return side_of(source, replace(changed, pipeline=None) if unfused else changed, True, activations, compiled)
     return side_of(source, changed, interpreted, activations, compiled)
@@ -81,6 +85,8 @@ def _keys() -> str:
 
 
 def _changed(options: CompileOptions, name: str, value: str) -> CompileOptions:
+    if not value and name != "passes":
+        raise DriverError(f"--against {name}= has no value")
     if name in FIELDS:
         return replace(options, **{FIELDS[name]: value})
     key = GRAPH_KEYS.get(name)

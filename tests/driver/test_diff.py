@@ -246,6 +246,9 @@ def test_stored_tensors(invoke, text_model: Path, short_case: Path, tmp_path: Pa
         (("--against", "mla=x"), "write a whole number"),
         (("--against", "interpreter", "--against", "a.npz"), "two right sides"),
         (("--interpret",), "both sides would be the same"),
+        (("--against", "type-k="), "type-k= has no value"),
+        (("--against", "passes="), "passes= alone is for the interpreter"),
+        (("--against", "interpreter", "--against", "target=x86-64"), "which the interpreter does not run"),
         (("--follow", "--against", "type-k=f32"), "neither side is one"),
         (("--tolerance", "mul_mat=x"), "give a number"),
         (("--tolerance", "-1"), "give a number"),
@@ -262,6 +265,9 @@ def test_refusals_about_files(invoke, text_model: Path, artifact: Path, short_ca
     np.savez(tmp_path / "bad.npz", **{"c/blk.0.ffn_residual": np.zeros(3)})
     with pytest.raises(DriverError, match="a step 'c', which the case does not have; its steps are a, step1, b"):
         invoke("diff", text_model, short_case, "--against", tmp_path / "bad.npz")
+    np.savez(tmp_path / "unknown.npz", **{"a/typo": np.zeros(3)})
+    with pytest.raises(DriverError, match="nothing was compared"):
+        invoke("diff", text_model, short_case, "--against", tmp_path / "unknown.npz")
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(DriverError, match=r"is no \.npz file"):
         invoke("diff", text_model, short_case, "--against", tmp_path / "text.npz")

@@ -32,6 +32,8 @@ def test_compile_writes_one_artifact_and_says_what_it_cost(invoke, text_model: P
         invoke("compile", text_model, "-o", text_model, "--force")
     with pytest.raises(DriverError, match="has a f32 K cache, not f16"):
         invoke("run", output, "-p", "a", "-ctk", "f16")
+    with pytest.raises(DriverError, match="holds code for .*, not x86-64; compile the model again"):
+        invoke("run", output, "-p", "a", "--target", "x86-64")
     with pytest.raises(DriverError, match="is an artifact, which is compiled already"):
         invoke("compile", output, "-o", tmp_path / "again.ggufc")
     os.mkfifo(tmp_path / "pipe")
