@@ -20,11 +20,11 @@ from .session import Session
 @dataclass(frozen=True)
 class Perplexity:
     """``value`` = exp(mean negative log-likelihood) over ``n_tokens`` scored tokens of ``n_chunks`` chunks; ``error`` is its standard
-    error.
+    error, None where a single token was scored.
     """
 
     value: float
-    error: float
+    error: float | None
     n_tokens: int
     n_chunks: int
 
@@ -69,7 +69,7 @@ def perplexity(
             f"{session.cells.size} cells)"
         )
     scores: list[np.ndarray] = []
-    result = Perplexity(math.nan, math.nan, 0, 0)
+    result = Perplexity(math.nan, None, 0, 0)
     for begin in range(0, total, width):
         targets = tokens[begin * size : min(begin + width, total) * size].reshape(-1, size)
         inputs = targets.copy()
@@ -110,5 +110,5 @@ def _scores(session: Session, inputs: np.ndarray, targets: np.ndarray) -> np.nda
 def _summary(scores: np.ndarray, n_chunks: int) -> Perplexity:
     mean = float(scores.mean())
     value = math.exp(mean) if mean < 700 else math.inf
-    spread = float(scores.std(ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
-    return Perplexity(value, value * spread, len(scores), n_chunks)
+    error = value * float(scores.std(ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
+    return Perplexity(value, error, len(scores), n_chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import click
@@ -42,7 +43,7 @@ def command(model: str, file: str, ctx_size: int, chunks: int | None, parallel: 
         result = perplexity(session, text, ctx_size, -1 if chunks is None else chunks, report, parallel)
     if as_json:
         row = {
-            "perplexity": result.value,
+            "perplexity": result.value if math.isfinite(result.value) else None,
             "error": result.error,
             "n_tokens": result.n_tokens,
             "n_chunks": result.n_chunks,
@@ -50,4 +51,5 @@ def command(model: str, file: str, ctx_size: int, chunks: int | None, parallel: 
         }
         click.echo(json.dumps(row))
     else:
-        click.echo(f"perplexity {result.value:.4f} +/- {result.error:.4f} over {result.n_tokens} tokens of {result.n_chunks} chunks")
+        error = "" if result.error is None else f" +/- {result.error:.4f}"
+        click.echo(f"perplexity {result.value:.4f}{error} over {result.n_tokens} tokens of {result.n_chunks} chunks")

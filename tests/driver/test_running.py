@@ -32,7 +32,7 @@ def test_compile_writes_one_artifact_and_says_what_it_cost(invoke, text_model: P
         invoke("compile", text_model, "-o", text_model, "--force")
     with pytest.raises(DriverError, match="has a f32 K cache, not f16"):
         invoke("run", output, "-p", "a", "-ctk", "f16")
-    with pytest.raises(DriverError, match="holds code for .*, not x86-64; compile the model again"):
+    with pytest.raises(DriverError, match=r"holds code for .*, not x86-64; compile the model again"):
         invoke("run", output, "-p", "a", "--target", "x86-64")
     with pytest.raises(DriverError, match="is an artifact, which is compiled already"):
         invoke("compile", output, "-o", tmp_path / "again.ggufc")
@@ -193,6 +193,9 @@ def test_perplexity(invoke, artifact: Path, tmp_path: Path) -> None:
     assert json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--chunks", 2, "--json").stdout)["n_chunks"] == 2
     at_once = json.loads(invoke("perplexity", artifact, "-f", text, "-c", 32, "--json", "-np", 4).stdout)
     assert at_once == row, "several chunks at once give the same figure to the bit"
+    one = invoke("perplexity", artifact, "-f", tmp_path / "text.txt", "-c", 4, "--chunks", 1)
+    assert "+/-" not in one.stdout and "over 1 tokens" in one.stdout
+    assert json.loads(invoke("perplexity", artifact, "-f", tmp_path / "text.txt", "-c", 4, "--chunks", 1, "--json").stdout)["error"] is None
 
 
 def test_cache_settings_of_sessions(invoke, artifact: Path) -> None:
