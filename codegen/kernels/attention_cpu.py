@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value
+from ggufc.codegen.emitter import I32, I64, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache
 from ggufc.codegen.kernels.attention_rows import RECORD, Scratch
@@ -298,15 +298,21 @@ class Attention(Steps):
 
     def attend_apart(self, begin: Value, end: Value, lanes: Value) -> None:
         """The splits of a run that fall to this tile's lane, to records."""
-        e, b = self.e, self.e.b
         span = self.span(begin, end)
         first, stop = self.splits_of(span.low, span.high)
-        ahead = b.sub(self.place, b.urem(begin, lanes))
+        with self.own_splits(first, stop, begin, lanes) as split:
+            self.walk_split(span, split, begin, end)
+
+    @contextmanager
+    def own_splits(self, first: Value, stop: Value, before: Value, lanes: Value) -> Iterator[Value]:
+        """Those of the splits first..stop-1 that fall to this tile, where ``before`` others have been dealt out to the ``lanes``."""
+        e, b = self.e, self.e.b
+        ahead = b.sub(self.place, b.urem(before, lanes))
         own = e.var(I64, b.add(first, b.select(b.icmp_signed("<", ahead, e.i64(0)), b.add(ahead, lanes), ahead)))
         with e.while_loop("split") as splits:
             splits.break_if(b.icmp_signed(">=", own.get(), stop))
             split = own.get()
-            self.walk_split(span, split, begin, end)
+            yield split
             own.set(b.add(split, lanes))
 
     def walk_split(self, span: Span, split: Value, begin: Value, end: Value) -> None:
@@ -336,6 +342,5 @@ class Attention(Steps):
         self.clear_merged(row)
         first, stop = self.splits_of(self.triple(t, 1), self.triple(t, 2))
         with e.for_range(first, stop, name="split") as split:
-            record = self.record_at(t, split, h)
-            self.merge(row, e.load(F32, record), e.load(F32, e.gep(record, 4)), e.gep(record, 4 * RECORD))
+            self.merge_record(row, self.record_at(t, split, h))
         self.close_merged(t, h, row)

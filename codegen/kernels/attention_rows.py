@@ -193,6 +193,11 @@ class Rows:
         with e.for_range(0, count, n) as i:
             e.store(e.load(vec(F32, n), e.at(source, i, 4)), e.at(target, i, 4))
 
+    def merge_record(self, r: Value, source: Value) -> None:
+        """As ``merge`` with what ``record`` has written."""
+        e = self.e
+        self.merge(r, e.load(F32, source), e.load(F32, e.gep(source, 4)), e.gep(source, 4 * RECORD))
+
     def merge(self, r: Value, m: Value, l: Value, acc: Value) -> None:
         """Add a split (m, l, acc) to what row ``r`` has merged so far; one that holds nothing changes nothing."""
         e, b, s, n = self.e, self.e.b, self.s, self.lanes

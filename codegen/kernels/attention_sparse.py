@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import F32, I32, I64, Emitter, Value
+from ggufc.codegen.emitter import I32, I64, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import LANE, SPLIT, Attention, FlashAttn
-from ggufc.codegen.kernels.attention_rows import RECORD, Scratch
+from ggufc.codegen.kernels.attention_rows import Scratch
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,11 @@ class _SparseAttention(Attention):
         for walk, number in self.kinds():
             span = walk.span(begin, end)
             first, stop = walk.splits_of(span.low, span.high)
-            ahead = b.sub(self.place, b.urem(before, lanes))
-            own = e.var(I64, b.add(first, b.select(b.icmp_signed("<", ahead, e.i64(0)), b.add(ahead, lanes), ahead)))
-            with e.while_loop("split") as splits:
-                splits.break_if(b.icmp_signed(">=", own.get(), stop))
-                split = own.get()
+            with self.own_splits(first, stop, before, lanes) as split:
                 rows = walk.start(begin, end)
                 walk.walk(walk.clip(span, split), rows)
                 with self.each_row(begin, end) as (t, h, r):
                     self.record(r, self.record_at(t, b.add(number, split), h))
-                own.set(b.add(split, lanes))
             before = b.add(before, e.imax(b.sub(stop, first), e.i64(0)))
 
     def merge_records(self, t: Value, h: Value) -> None:
@@ -168,6 +163,5 @@ class _SparseAttention(Attention):
         for walk, number in self.kinds():
             first, stop = walk.splits_of(walk.triple(t, 1), walk.triple(t, 2))
             with e.for_range(first, stop, name="split") as split:
-                record = self.record_at(t, e.b.add(number, split), h)
-                self.merge(row, e.load(F32, record), e.load(F32, e.gep(record, 4)), e.gep(record, 4 * RECORD))
+                self.merge_record(row, self.record_at(t, e.b.add(number, split), h))
         self.close_merged(t, h, row)
