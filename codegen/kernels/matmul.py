@@ -12,14 +12,11 @@ from typing import ClassVar
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter, Value
 from ggufc.codegen.errors import CodegenError
-from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.kernels.matmul_product import gated, product, row_count, store_existing
 from ggufc.codegen.kernels.matmul_tokens import Tokens, run_tokens
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 from ggufc.codegen.weights.floats import FloatFormat
-
-__all__ = ["MatMul", "MatMulId", "grid"]
 
 EPILOGUES = ("none", "add", "silu_glu", "gelu_glu")
 

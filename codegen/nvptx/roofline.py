@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.base import KernelSpec
-from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.schedule import Schedule, Step
 from ggufc.codegen.weights import activation_mode, weight_format
 from ggufc.formats.artifact import evaluate

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ggufc.codegen.kernels import matmul as cpu
-from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.weights import activation_mode, known_formats, weight_format
 from ggufc.codegen.weights.floats import FloatFormat
 from gpu_harness import ptx_of, run

@@ -16,7 +16,8 @@ from ggufc.codegen.kernels.get_rows import GetRows
 from ggufc.codegen.kernels.hadamard import Hadamard
 from ggufc.codegen.kernels.indexer import IndexerScores, IndexerSelect
 from ggufc.codegen.kernels.lists import Blend, Counting, Fill, ListSpans, MaskToIndex
-from ggufc.codegen.kernels.matmul import MatMul, MatMulId
+from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.kernels.quantize import Quantize
 from ggufc.codegen.kernels.rope import RopeApply, RopeTable
 from ggufc.codegen.kernels.routing import Route
