@@ -1,4 +1,4 @@
-"""Where golden cases lie; imported by tests as ``support`` (pytest's ``pythonpath`` holds this folder)."""
+"""Where golden cases lie, and Python without CUDA packages. Tests import it as ``support``: this folder is in pytest's ``pythonpath``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_GOLDEN = Path(__file__).resolve().parent / "golden"
+
+WITHOUT_CUDA_PACKAGES = """\
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pycuda", "cuda", "cupy", "numba"): raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+"""
+"""First lines of a program for which every package that speaks CUDA is missing."""
 
 
 def golden_dirs() -> list[Path]:

@@ -19,6 +19,7 @@ from ggufc.runtime.cuda.device import PtxTooNew
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
 from simt_device import SimtDevice
+from support import WITHOUT_CUDA_PACKAGES
 
 # -- end to end ------------------------------------------------------------------------------------------------------
 
@@ -171,12 +172,7 @@ def test_cpu_sessions_ignore_gpu_code(model):
 
 def test_nothing_imports_a_cuda_package():
     """S76: the package, its CUDA room included, imports where every CUDA package is missing."""
-    code = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('pycuda', 'cuda', 'cupy', 'numba'): raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
+    code = WITHOUT_CUDA_PACKAGES + (
         "import ggufc, ggufc.runtime, ggufc.runtime.session, ggufc.runtime.cuda, ggufc.codegen.nvptx\n"
         "assert not any(m.split('.')[0] == 'pycuda' for m in sys.modules)\n"
         "from ggufc.runtime.errors import RuntimeRefusal\n"

@@ -17,6 +17,7 @@ from ggufc.runtime.cuda import CudaExecutor, OffloadExecutor
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 from simt_device import SimtDevice
+from support import WITHOUT_CUDA_PACKAGES
 
 
 @pytest.fixture
@@ -98,12 +99,7 @@ def test_an_artifact_without_code_for_the_device(gpu, invoke, artifact: Path):
 
 def test_cpu_commands_import_nothing_of_cuda(text_model: Path, shared_cache: Path):
     """S76: a run on the CPU neither needs nor touches a CUDA package, nor the rooms that use one."""
-    code = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('pycuda', 'cuda', 'cupy', 'numba'): raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
+    code = WITHOUT_CUDA_PACKAGES + (
         "from ggufc.cli.failures import run\n"
         "from ggufc.cli import cli\n"
         f"status = run(cli, ['run', {str(text_model)!r}, '-p', 'ab', '-n', '2', '--raw', '--quiet'])\n"
