@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -108,3 +111,13 @@ def test_the_packages_to_install_are_the_packages_there_are() -> None:
     for room in rooms.values():
         for file in (ROOT / room).rglob("__init__.py"):
             assert file.parent in folders.values(), f"{file.parent.relative_to(ROOT)} is not in pyproject.toml's list of packages"
+
+
+def test_the_python_document_runs_as_it_stands(text_model: Path, tmp_path: Path) -> None:
+    """Its blocks are one program; what it claims about bits is asserted in it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 5
+    shutil.copy(text_model, tmp_path / "model.gguf")
+    (tmp_path / "document.py").write_text("\n".join(blocks))
+    run = subprocess.run([sys.executable, "document.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
