@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class StopFilter:
     """Holds text back while it may be the beginning of a stop text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [s for s in stops if s]
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        texts = [stops] if isinstance(stops, str) else list(stops)
+        if not all(isinstance(text, str) for text in texts):
+            raise RuntimeRefusal(f"stop is {stops!r}; give a text, or a list of texts")
+        self._stops = [text for text in texts if text]
         self._held = ""
         self.hit = ""
 
@@ -61,7 +64,7 @@ class Continuation:
         session: Session,
         n_predict: int,
         sampling: SamplingOptions,
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         ignore_eos: bool,
         on_token: Callable[[int, str], None] | None = None,
     ) -> None:
@@ -117,7 +120,7 @@ class Generation:
         prompt: str | Sequence[int],
         n_predict: int,
         sampling: SamplingOptions,
-        stop: tuple[str, ...],
+        stop: str | Sequence[str],
         on_token: Callable[[int, str], None] | None,
         seq: int,
         reuse_prefix: bool,

@@ -49,7 +49,7 @@ class ParallelGeneration:
         prompts: Sequence[str | Sequence[int]],
         n_predict: int,
         sampling: SamplingOptions | Sequence[SamplingOptions],
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         ignore_eos: bool,
         n_parallel: int | None,
         on_token: Callable[[int, int, str], None] | None,

@@ -313,7 +313,7 @@ class Session:
         prompt: str | Sequence[int],
         n_predict: int = 128,
         sampling: SamplingOptions | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_token: Callable[[int, str], None] | None = None,
         *,
         seq: int = 0,
@@ -325,7 +325,7 @@ class Session:
         """Continue a prompt. The result yields pieces of text as they come; ``.text()`` (or ``str()``) runs to the end and returns all of
         it.
 
-        ``n_predict`` -1: until the model stops or the context is full. ``stop``: texts that end the generation and are not part of it.
+        ``n_predict`` -1: until the model stops or the context is full. ``stop``: a text that ends the generation and is not part of it, or several.
         ``reuse_prefix``: ``prompt`` is the whole conversation, evaluate only what differs from what the sequence holds.
         ``context_shift``: when the context is full, drop half of what follows the first ``n_keep`` tokens and go on.
         """
@@ -336,7 +336,7 @@ class Session:
             prompt,
             n_predict,
             sampling or SamplingOptions(seed=self.seed),
-            tuple(stop),
+            stop,
             on_token,
             seq,
             reuse_prefix,
@@ -350,7 +350,7 @@ class Session:
         prompts: Sequence[str | Sequence[int]],
         n_predict: int = 128,
         sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_token: Callable[[int, int, str], None] | None = None,
         *,
         ignore_eos: bool = False,
@@ -364,7 +364,7 @@ class Session:
         from .parallel import ParallelGeneration
 
         options = SamplingOptions(seed=self.seed) if sampling is None else sampling
-        return ParallelGeneration(self, prompts, n_predict, options, tuple(stop), ignore_eos, n_parallel, on_token)
+        return ParallelGeneration(self, prompts, n_predict, options, stop, ignore_eos, n_parallel, on_token)
 
     def shift_context(self, seq: int = 0, n_keep: int = 0) -> int:
         """Drop half of the positions after the first ``n_keep`` and move the rest down; returns how many were dropped."""

@@ -79,6 +79,8 @@ def read_case(path: Path) -> Mapping[str, Any]:
         case = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise DriverError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise DriverError(f"{path} is nested too deeply to be a case") from None
     if not isinstance(case, dict):
         raise DriverError(f"{path}: a case is a JSON object with options and steps, not a {type(case).__name__}")
     return case

@@ -253,6 +253,7 @@ def test_logits_refuses_unknown_things_by_name(invoke, artifact: Path, tmp_path:
     assert "'no_such_option'" in refused({"options": {"no_such_option": 1}, "steps": []})
     assert "'no_such_step'" in refused({"options": {}, "steps": [{"op": "no_such_step"}]})
     assert "is not JSON" in refused("{")
+    assert "nested too deeply" in refused("[" * 100_000)
     assert "JSON object" in refused([])
     assert "'n_ctx' of the case is 'many', but it takes an integer" in refused({"options": {"n_ctx": "many"}, "steps": []})
     assert "'type_k' of the case is 1, but it takes a string" in refused({"options": {"type_k": 1}, "steps": []})

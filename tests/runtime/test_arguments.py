@@ -23,6 +23,7 @@ pytest_plugins = ("runtime_fixtures",)
         ({"seq": 3}, "seq"),
         ({"n_keep": -1}, "n_keep"),
         ({"sampling": 0.7}, "sampling"),
+        ({"stop": [5]}, "stop"),
     ],
 )
 def test_generation(session, arguments: dict[str, object], name: str) -> None:

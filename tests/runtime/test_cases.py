@@ -173,7 +173,7 @@ def test_stop_texts_hold_back_only_what_may_belong_to_them():
     stop = StopFilter(["</s>", "STOP"])
     assert [stop.push(p) for p in ("ab", "c<", "/", "x", "ST", "O", "q")] == ["ab", "c", "", "</x", "", "", "STOq"]
     assert stop.push("y</") == "y" and stop.finish() == "</"
-    stop = StopFilter(["STOP"])
+    stop = StopFilter("STOP")
     assert [stop.push("aS"), stop.push("TOPb")] == ["a", ""] and stop.hit == "STOP"
 
 
