@@ -325,7 +325,8 @@ class Session:
         """Continue a prompt. The result yields pieces of text as they come; ``.text()`` (or ``str()``) runs to the end and returns all of
         it.
 
-        ``n_predict`` -1: until the model stops or the context is full. ``stop``: a text that ends the generation and is not part of it, or several.
+        ``n_predict`` -1: until the model stops or the context is full. ``stop``: a text that ends the generation and is not part of it, or
+        several.
         ``reuse_prefix``: ``prompt`` is the whole conversation, evaluate only what differs from what the sequence holds.
         ``context_shift``: when the context is full, drop half of what follows the first ``n_keep`` tokens and go on.
         """
