@@ -5,6 +5,7 @@ Both take what the command line takes: a path, an alias (``smollm2``, ``gemma3-2
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ def artifact_for(
         options["host"] = ",".join(sorted(host_features()))
     # Looking into the cache first spares a known model the reading of its header.
     known = cache.artifact_path(path, options)
-    if known.is_file():
+    if cache.is_whole(known):
         return known
     # A file that calls itself an artifact is checked once, when the session opens it.
     if path.suffix == cache.SUFFIX or is_artifact(path):
@@ -157,7 +158,7 @@ def load(
     """
     from ggufc.runtime import Session
 
-    placement = devices.choose(device, n_gpu_layers)
+    placement = devices.choose(device, n_gpu_layers, lambda message: warnings.warn(message, RuntimeWarning, stacklevel=3))
     try:
         wanted = placement.target(target)
         artifact = artifact_for(str(source), target=wanted, type_k=type_k, type_v=type_v, builder=builder, progress=progress)

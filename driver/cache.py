@@ -93,18 +93,28 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(handle)
 
 
+def is_whole(artifact: Path) -> bool:
+    """Whether a cached artifact is there with the size it was written with; what a full or failing disk cut short is made anew."""
+    try:
+        size = artifact.stat().st_size
+        return bool(json.loads(artifact.with_suffix(".json").read_text(encoding="utf-8"))["size"] == size)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def fetch(source: Path, options: Mapping[str, str], build: Callable[[Path], object], waiting: Callable[[], None] = lambda: None) -> Path:
     """The cached artifact of ``source``, made by ``build(output)`` if it is not there yet.
 
     ``build`` must produce ``output`` whole or not at all (write to a temporary name, rename).
     """
     artifact = artifact_path(source, options)
-    if artifact.is_file():
+    if is_whole(artifact):
         return artifact
     with locked(artifact, waiting):
-        if not artifact.is_file():
+        if not is_whole(artifact):
             build(artifact)
-            note = {"source": str(source.resolve()), "options": dict(options), "version": __version__}
+            size = artifact.stat().st_size
+            note = {"source": str(source.resolve()), "options": dict(options), "version": __version__, "size": size}
             write_text(artifact.with_suffix(".json"), json.dumps(note, indent=1))
     return artifact
 

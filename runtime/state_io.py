@@ -63,13 +63,19 @@ class FileSink:
 
 @contextmanager
 def open_target(target: Target) -> Iterator[IO[bytes]]:
-    """The binary file to write to. A path appears whole or not at all: it is written beside its place and renamed."""
+    """The binary file to write to. A path appears whole or not at all: it is written beside its place and renamed. What is there and is
+    no regular file (a pipe, ``/dev/null``) is written to, never replaced, and a link goes on pointing to its file.
+    """
     if not isinstance(target, (str, os.PathLike)):
         yield target
         return
-    path = Path(target)
+    path = Path(target).resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
+        if path.exists() and not path.is_file():
+            with open(path, "wb") as file:
+                yield file
+            return
         with open(temporary, "xb") as file:
             yield file
         os.replace(temporary, path)

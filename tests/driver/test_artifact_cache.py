@@ -49,6 +49,14 @@ def test_a_second_request_compiles_nothing(source: Path) -> None:
     assert sorted(p.name for p in first.parent.iterdir()) == [first.name, first.with_suffix(".json").name]
 
 
+def test_a_damaged_artifact_is_made_anew(source: Path) -> None:
+    artifact = cache.fetch(source, OPTIONS, write("code"))
+    for damage in (lambda: os.truncate(artifact, 1), artifact.unlink, artifact.with_suffix(".json").unlink):
+        damage()
+        assert not cache.is_whole(artifact)
+        assert cache.fetch(source, OPTIONS, write("code")).read_text() == "code" and cache.is_whole(artifact)
+
+
 def test_the_key_depends_on_the_file_and_on_every_option(source: Path) -> None:
     keys = {cache.artifact_path(source, OPTIONS)}
     keys.update(cache.artifact_path(source, {**OPTIONS, name: "other"}) for name in OPTIONS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -427,3 +429,19 @@ def test_files_that_cannot_be_opened_are_named(session, tmp_path):
     with pytest.raises(RuntimeRefusal, match="cannot be written"):
         s.state_save(tmp_path / "no" / "such" / "folder", 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_and_devices_are_written_through(toy, tmp_path):
+    """What a path names is written to; it is not replaced by a file of that name."""
+    with Session(toy) as session:
+        session.decode(TOKENS[:3])
+        (tmp_path / "link").symlink_to(tmp_path / "file")
+        size = session.state_save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").stat().st_size == size
+        os.mkfifo(tmp_path / "pipe")
+        reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+        read: list[bytes] = []
+        reader.start()
+        session.state_save(tmp_path / "pipe")
+        reader.join(10)
+        assert read == [(tmp_path / "file").read_bytes()] and (tmp_path / "pipe").is_fifo()
