@@ -10,12 +10,13 @@ The first split that holds anything is taken as it is. A sink is the last to be 
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from ggufc.codegen.emitter import F32, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import F32, F64, I32, Emitter, Value, vec
 from ggufc.codegen.kernels import vmath
 from ggufc.codegen.kernels.attention_cells import RING_BYTES, STEP
 
@@ -174,12 +175,13 @@ class Rows:
     # -- splits ------------------------------------------------------------------------------------------------------
 
     def total(self, r: Value) -> Value:
-        """l: the 16 partial sums added by halving."""
+        """l: the 16 partial sums added by halving, in double precision."""
         e, n = self.e, self.lanes
         parts = [e.load(vec(F32, n), e.gep(self.at(self.s.sums, r, 4 * STEP), 4 * n * w)) for w in range(self.width)]
+        parts = [e.b.fpext(part, vec(F64, n)) for part in parts]
         while len(parts) > 1:
             parts = [e.b.fadd(x, y) for x, y in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :])]
-        return e.reduce(parts[0], "add")
+        return e.b.fptrunc(e.reduce(parts[0], "add"), F32)
 
     def record(self, r: Value, target: Value) -> None:
         """Row ``r``'s state as a record: m, l, acc."""
@@ -247,19 +249,27 @@ class Rows:
         self.write(t, h, e.load(F32, state), l, merged)
 
     def write(self, t: Value, h: Value, m: Value, l: Value, acc: Value) -> None:
-        """acc / l, with the head's sink in the denominator where there are sinks; zeros for l = 0."""
+        """acc / l, with the head's sink in the denominator where there are sinks; zeros for l = 0.
+
+        Divided, not multiplied by an inverse: that is one rounding instead of two.
+        """
         e, b, spec, n = self.e, self.e.b, self.spec, self.lanes
-        scale, total = e.f32(1.0), l
+        scale, total = None, l
         if spec.sinks:
             sink = e.load(F32, e.at(self.sinks, self.head(h), 4))
             top = e.fmax(m, sink)
             scale = vmath.exp_flushed(e, b.fsub(m, top))
             total = e.fma(l, scale, vmath.exp_flushed(e, b.fsub(sink, top)))
         unseen = b.fcmp_ordered("==", l, e.f32(0.0))
-        factor = e.splat(b.select(unseen, e.f32(0.0), b.fdiv(scale, total)), n)
+        divisor = e.splat(b.select(unseen, e.f32(math.inf), total), n)
+        factor = None if scale is None else e.splat(scale, n)
+
+        def result(values: Value) -> Value:
+            return b.fdiv(values if factor is None else b.fmul(values, factor), divisor)
+
         target = e.at(self.out, b.add(b.mul(t, self.ldo), b.mul(self.head(h), e.i64(spec.dv))), 4)
         with e.for_range(0, spec.dv - spec.dv % n, n) as i:
-            e.store(b.fmul(e.load(vec(F32, n), e.at(acc, i, 4)), factor), e.at(target, i, 4))
+            e.store(result(e.load(vec(F32, n), e.at(acc, i, 4))), e.at(target, i, 4))
         if spec.dv % n:
             done = 4 * (spec.dv - spec.dv % n)
-            e.store_masked(b.fmul(e.load(vec(F32, n), e.gep(acc, done)), factor), e.gep(target, done), spec.dv % n)
+            e.store_masked(result(e.load(vec(F32, n), e.gep(acc, done))), e.gep(target, done), spec.dv % n)
