@@ -119,7 +119,10 @@ def command(
     if saver and save:
         saver.write(save)
     if not any(batch.entries for batch in report.batches):
-        raise DriverError("nothing was compared: no result of one side has a name and size the other knows; see --names")
+        raise DriverError(
+            "nothing was compared: no result of one side has a name and size the other knows; ggufc dump --stage built shows our names, "
+            "--names translates others"
+        )
     if as_json:
         click.echo(json.dumps(as_data(report), indent=2))
     else:

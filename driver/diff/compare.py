@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -94,11 +95,26 @@ class Tolerances:
     def of(self, node: Node, inside: Sequence[Node], known: Callable[[Node], bool]) -> float:
         """The bound for ``node``. ``inside`` are the nodes computed in the same launch, ``known`` tells which results exist."""
         for pattern, bound in reversed(self.rules):
-            if fnmatchcase(node.name, pattern) or fnmatchcase(node.op.name, pattern):
+            if _fits(node, pattern):
                 return bound
         if node.dtype == "i32":
             return 0.0
         return max(_bound(n, known) for n in (node, *inside)) if self.following else self.free
+
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Raise ``DriverError`` for a rule that is about none of ``nodes``: a misspelt one would silently loosen nothing."""
+        known = list(nodes)
+        for pattern, bound in self.rules:
+            if not any(_fits(node, pattern) for node in known):
+                names = {name for node in known for name in (node.name, node.op.name)}
+                near = get_close_matches(pattern, names, n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else "; ggufc dump --stage built shows the names"
+                raise DriverError(f"--tolerance {pattern}={bound:g}: no node or operator is called {pattern!r}{hint}")
+
+
+def _fits(node: Node, pattern: str) -> bool:
+    return fnmatchcase(node.name, pattern) or fnmatchcase(node.op.name, pattern)
 
 
 def _bound(node: Node, known: Callable[[Node], bool]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from rich.console import Console
@@ -25,7 +25,7 @@ def show(report: Report, stream: IO[str], everything: bool = False) -> None:
     found = report.first
     if found is None:
         return
-    for line in _words(report, *found):
+    for line in _words(report, *found, everything):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     rows = [(batch, entry) for batch in report.batches for entry in batch.differing]
     console.print(_table(report, rows if everything else rows[:_ROWS]))
@@ -48,9 +48,16 @@ def summary(report: Report) -> Iterator[str]:
         f"{steps} steps, {len(report.batches)} micro-batches, {len(entries)} results compared: {equal} with equal bits, "
         f"{len(entries) - equal - differing} within tolerance, {differing} different; {len(missing)} nodes known to one side only"
     )
+    if report.strangers:
+        yield f"no node is called {_list(report.strangers, False)}: what --names says of these tensors fits none of the graph"
 
 
-def _words(report: Report, batch: MicroBatch, entry: Entry) -> Iterator[str]:
+def _list(names: Sequence[str], everything: bool) -> str:
+    shown = names if everything else names[:_NAMES]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+
+
+def _words(report: Report, batch: MicroBatch, entry: Entry, everything: bool) -> Iterator[str]:
     yield ""
     yield f"first difference: {entry.name}  ({entry.op}, {_shape(entry)}), step {batch.step}, {_sizes(batch)}"
     apart = entry.distance
@@ -62,9 +69,8 @@ def _words(report: Report, batch: MicroBatch, entry: Entry) -> Iterator[str]:
         yield f"  error {apart.error:.2e} {what}, tolerance {entry.tolerance:.1e}"
         yield f"  at {list(apart.index)} (ne order): left {apart.left:.9g}, right {apart.right:.9g}"
     if entry.inside:
-        names = ", ".join(entry.inside[:_NAMES]) + (f" and {len(entry.inside) - _NAMES} more" if len(entry.inside) > _NAMES else "")
         hint = " (--keep NAME,... makes them results)" if report.compiled else ""
-        yield f"  computed along the way and not known by themselves: {names}{hint}"
+        yield f"  computed along the way and not known by themselves: {_list(entry.inside, everything)}{hint}"
     yield ""
 
 
@@ -97,6 +103,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "right": report.right,
         "following": report.following,
         "equal": report.first is None,
+        "strangers": report.strangers,
         "first": None if report.first is None else {"step": report.first[0].step, **_entry_data(report.first[1])},
         "micro_batches": [
             {

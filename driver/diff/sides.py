@@ -28,8 +28,8 @@ _TAKE_HOLES = ("blend", "list_spans", "sparse_attn", "flash_attn")
 
 
 class GraphSide:
-    """A side that evaluates graphs. ``recordings`` are the micro-batches of the step that ran last; ``session`` is open between
-    ``open`` and the end of its block.
+    """A side that evaluates graphs. ``recordings`` are the micro-batches of the step that ran last; ``names`` are the results of each
+    program, known once the side is open.
     """
 
     title = ""
@@ -37,6 +37,7 @@ class GraphSide:
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
         self.leader: Sequence[Recording | StoredStep] = ()
+        self.names: dict[str, Names] = {}
 
     @contextmanager
     def open(self, settings: Mapping[str, Any]) -> Iterator[Session]:
@@ -57,7 +58,6 @@ class CodeSide(GraphSide):
     def __init__(self, artifact: Path, options: CompileOptions, title: str) -> None:
         super().__init__()
         self.path, self.options, self.title = artifact, options, title
-        self._names: dict[str, Names] = {}
 
     @contextmanager
     def open(self, settings: Mapping[str, Any]) -> Iterator[Session]:
@@ -69,12 +69,12 @@ class CodeSide(GraphSide):
                 side.recordings.append(side._record(self))
 
         with Artifact.open(self.path) as artifact:
-            self._names = {name: Names(parse_graph(artifact.graph_text(name))) for name in artifact.program_names}
+            self.names = {name: Names(parse_graph(artifact.graph_text(name))) for name in artifact.program_names}
             with Session(artifact, executor=Recorder, **settings) as session:
                 yield session
 
     def _record(self, executor: Executor) -> Recording:
-        names, env = self._names[executor.program.name], executor.env()
+        names, env = self.names[executor.program.name], executor.env()
         values: dict[Node, np.ndarray] = {}
         for name, node in names.graph.outputs.items():
             found = executor.output(name)
@@ -101,7 +101,6 @@ class InterpreterSide(GraphSide):
     ) -> None:
         super().__init__()
         self.source, self.options, self.title, self.activations, self.edit = source, options, title, activations, edit
-        self._names: dict[str, Names] = {}
 
     @contextmanager
     def open(self, settings: Mapping[str, Any]) -> Iterator[Session]:
@@ -113,7 +112,7 @@ class InterpreterSide(GraphSide):
 
             def eval(self, *args: Any, **more: Any) -> None:
                 n = len(side.recordings)
-                self.step = _Following(self, side._names[self.program.name], side.leader[n] if n < len(side.leader) else None)
+                self.step = _Following(self, side.names[self.program.name], side.leader[n] if n < len(side.leader) else None)
                 super().eval(*args, **more)
                 _clear_spare_rows(self.caches)
                 env = self.env()
@@ -126,7 +125,7 @@ class InterpreterSide(GraphSide):
             for graph in artifact.graphs.values():
                 if self.edit:
                     self.edit(graph)
-            self._names = {name: Names(graph) for name, graph in artifact.graphs.items()}
+            self.names = {name: Names(graph) for name, graph in artifact.graphs.items()}
             with Session(artifact, executor=Recorder, **settings) as session:
                 yield session
 
@@ -140,6 +139,10 @@ class StoredSide:
     def step(self, name: str) -> Sequence[StoredStep]:
         """The micro-batches of a step, as far as there are any."""
         return self.steps.get(name, ())
+
+    def tensors(self) -> list[str]:
+        """The names of all tensors, each once."""
+        return sorted({name for parts in self.steps.values() for part in parts for name in part.arrays})
 
 
 class _Following:

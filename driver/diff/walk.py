@@ -58,13 +58,14 @@ class MicroBatch:
 @dataclass
 class Report:
     """The outcome: ``left`` and ``right`` are what was compared; ``compiled`` tells whether a side is generated code, whose launches can
-    be made to leave more results.
+    be made to leave more results; ``strangers`` are names of stored tensors that no node has.
     """
 
     left: str
     right: str
     following: bool
     compiled: bool = False
+    strangers: list[str] = field(default_factory=list)
     batches: list[MicroBatch] = field(default_factory=list)
 
     @property
@@ -120,6 +121,7 @@ def compare_sides(
     with ExitStack() as stack:
         sides = [side for side in (left, right) if isinstance(side, GraphSide)]
         runs = {side: run_steps(stack.enter_context(side.open(settings)), case, folder) for side in sides}
+        tolerances.check(node for side in sides for names in side.names.values() for node in names.results())
         for step in step_names(case):
             ahead: Sequence[Known] = stored.step(step) if stored else ()
             for side in reversed(sides) if swapped else sides:
@@ -134,6 +136,9 @@ def compare_sides(
                     watch(step, number, a)
             if first_only and report.first:
                 break
+        if stored:
+            nodes = {name for names in left.names.values() for name in names.by_name}
+            report.strangers = [name for name in stored.tensors() if name not in nodes]
     return report
 
 

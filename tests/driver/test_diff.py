@@ -232,7 +232,12 @@ def test_stored_tensors(invoke, text_model: Path, short_case: Path, tmp_path: Pa
     (names := tmp_path / "names.json").write_text('{"l_out-{il}": "blk.{il}.ffn_residual"}')
     result = invoke("diff", text_model, short_case, "--against", folder.parent, "--names", names, ok=False)
     assert result.exit_code == 1 and "2 results compared: 1 with equal bits" in result.stdout
-    assert "first difference: blk.1.ffn_residual" in result.stdout
+    assert "first difference: blk.1.ffn_residual" in result.stdout and "no node is called" not in result.stdout
+    np.save(folder / "l_in-0.npy", arrays["a/blk.0.ffn_residual"])
+    result = invoke("diff", text_model, short_case, "--against", folder.parent, "--names", names, ok=False)
+    assert "no node is called l_in-0: what --names says" in result.stdout, "a tensor that nothing is compared with is not passed over"
+    data = invoke("diff", text_model, short_case, "--against", folder.parent, "--names", names, "--json", ok=False).stdout
+    assert json.loads(data)["strangers"] == ["l_in-0"]
     follow = invoke("diff", text_model, short_case, "--interpret", "--against", saved)
     assert "each node from the other side's operands" in follow.stdout
 
@@ -252,6 +257,8 @@ def test_stored_tensors(invoke, text_model: Path, short_case: Path, tmp_path: Pa
         (("--follow", "--against", "type-k=f32"), "neither side is one"),
         (("--tolerance", "mul_mat=x"), "give a number"),
         (("--tolerance", "-1"), "give a number"),
+        (("--tolerance", "foo=1"), "--tolerance foo=1: no node or operator is called 'foo'; ggufc dump"),
+        (("--tolerance", "1e-2", "--tolerance", "blk.0.atn_q=1"), "is called 'blk.0.atn_q'; did you mean blk.0.attn_q"),
     ],
 )
 def test_refusals(invoke, text_model: Path, short_case: Path, arguments: tuple[str, ...], message: str) -> None:
