@@ -88,6 +88,27 @@ def make_batch(
     return Batch(where, seqs, _wanted(logits, n), None if ids is None else ids.astype(np.int32), rows)
 
 
+def check_order(batch: Batch, cells: KVCells, causal: bool = True) -> None:
+    """Refuse positions that leave a gap in a sequence, go back in it, or come twice: a token there would see keys of tokens that never saw
+    it, or be rotated as if there were more text before it.
+
+    An empty sequence may begin anywhere. Embeddings, which may be parts of one image, may stand at the position before them. Tokens that
+    see each other (``causal`` off) may come in any order.
+    """
+    order = range(len(batch)) if causal else np.argsort(batch.pos, kind="stable").tolist()
+    last: dict[int, int] = {}
+    for i in order:
+        pos, group = int(batch.pos[i]), batch.seqs[i]
+        for seq in group if isinstance(group, tuple) else (int(group),):
+            before = last[seq] if seq in last else cells.pos_max(seq)
+            if before >= 0 and pos != before + 1 and not (batch.embd is not None and pos == before):
+                raise RuntimeRefusal(
+                    f"decode: tokens follow one another: position {before + 1} of sequence {seq} is next, the batch has {pos}; leave pos "
+                    "out, or remove what the sequence holds from there on (seq_rm)"
+                )
+            last[seq] = pos
+
+
 _FIRST_ROW = np.zeros(1, np.int64)
 
 
@@ -141,13 +162,13 @@ def _positions(pos: Sequence[int] | np.ndarray | None, first: np.ndarray, n: int
         if where.min() < 0 or where.max() > MAX_POSITION:
             raise RuntimeRefusal(f"decode: positions must be from 0 to {MAX_POSITION}, got {int(where.min())} to {int(where.max())}")
         return where.astype(np.int32)
-    if (first == first[0]).all():
-        return np.arange(n, dtype=np.int32) + np.int32(cells.pos_max(int(first[0])) + 1)
-    where = np.empty(n, np.int32)
+    where = np.empty(n, np.int64)
     for seq in np.unique(first).tolist():
         mine = np.flatnonzero(first == seq)
         where[mine] = cells.pos_max(seq) + 1 + np.arange(len(mine))
-    return where
+    if where.max() > MAX_POSITION:
+        raise RuntimeRefusal(f"decode: positions must be from 0 to {MAX_POSITION}, got {int(where.max())}")
+    return where.astype(np.int32)
 
 
 def _wanted(logits: str | Sequence[int] | np.ndarray, n: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from ggufc.formats import artifact as fmt
 
 from . import inputs, kshift, programs, windows
 from .artifact import Artifact
-from .batch import Batch, make_batch, next_token, sizes, visibility
+from .batch import Batch, check_order, make_batch, next_token, sizes, visibility
 from .binding import CACHE_PAD, BoundProgram, pad
 from .errors import RuntimeRefusal, require_integer
 from .executor import Executor
@@ -175,13 +175,15 @@ class Session:
     ) -> np.ndarray:
         """Evaluate tokens (or embeddings f32 [n, n_embd]) and return f32 logits [rows, n_vocab] in the order of the batch.
 
-        ``pos`` None continues each sequence; ``seq`` is one id, one per token, or several per token; ``logits`` names the rows: ``last``,
-        ``all``, ``none`` or indices. A refusal with ``soft`` set means the cache had no room (or a pending shift is impossible) and that
-        nothing was changed.
+        ``pos`` None continues each sequence, and given positions must do so (``batch.check_order``); ``seq`` is one id, one per token, or
+        several per token; ``logits`` names the rows: ``last``, ``all``, ``none`` or indices. A refusal with ``soft`` set means the cache had
+        no room (or a pending shift is impossible) and that nothing was changed.
         """
         out: list[np.ndarray] = []
         self._check_open()
         batch = make_batch(self.cells, tokens, pos, seq, logits, self.n_vocab, embd, self.artifact.manifest.n_embd)
+        if pos is not None or not isinstance(batch.seqs, np.ndarray):
+            check_order(batch, self.cells, self.causal)
         self._decode(batch, lambda rows: out.append(rows.copy()))
         if len(out) == 1:
             return out[0]

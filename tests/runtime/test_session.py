@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -182,6 +184,56 @@ def test_bad_arguments_are_refused_before_anything_changes(session, kwargs, mess
     assert s.cells.used == 0 and s.executor.n_evals == 0
 
 
+@pytest.mark.parametrize(
+    ("pos", "seq", "named"),
+    [
+        ([6], 0, "position 5 of sequence 0 is next, the batch has 6"),  # a gap
+        ([4], 0, "the batch has 4"),  # taken
+        ([2], 0, "the batch has 2"),  # before the end
+        ([5, 7], 0, "position 6 of sequence 0 is next, the batch has 7"),
+        ([5, 5], 0, "position 6 of sequence 0 is next, the batch has 5"),
+        ([6, 5], 0, "position 5 of sequence 0 is next"),
+        ([9, 3, 5], [1, 2, 2], "position 4 of sequence 2 is next, the batch has 5"),
+        (None, [(0, 3)], "position 3 of sequence 3 is next, the batch has 5"),
+    ],
+)
+def test_positions_follow_one_another(session, pos, seq, named):
+    s = session(n_seq_max=4)
+    s.decode(TOKENS[:5])
+    s.decode(TOKENS[:3], seq=3)
+    n = len(pos or [5])
+    with pytest.raises(RuntimeRefusal, match=named):
+        s.decode(TOKENS[5 : 5 + n], pos, seq)
+    assert s.cells.used == 8 and s.pos_max(0) == 4
+    assert np.array_equal(s.decode(TOKENS[5:6], [5]), expected(TOKENS[:6], [5]))
+
+
+def test_an_empty_sequence_begins_anywhere(session):
+    s = session(n_seq_max=2)
+    s.decode(TOKENS[:5])
+    assert np.array_equal(s.decode([TOKENS[5]], [5], [(0, 1)]), expected(TOKENS[:6], [5]))
+    assert s.pos_min(1) == s.pos_max(1) == 5
+
+
+def test_embeddings_may_share_a_position(session):
+    s = session()
+    s.decode(TOKENS[:5])
+    rows = np.ones((3, s.artifact.manifest.n_embd), np.float32)
+    s.decode(embd=rows, pos=[5, 5, 5])
+    s.decode(embd=rows, pos=[5, 6, 6])  # the rest of an image, then another
+    assert s.cells.list_of(0).pos.tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5, 6, 6]
+    for pos in ([8], [5]):
+        with pytest.raises(RuntimeRefusal, match="position 7 of sequence 0 is next"):
+            s.decode(embd=rows[:1], pos=pos)
+
+
+def test_the_last_position_is_not_passed(session):
+    s = session()
+    s.decode([5], pos=[2**31 - 2])
+    with pytest.raises(RuntimeRefusal, match="positions must be from 0 to 2147483646, got 2147483648"):
+        s.decode([5, 6])
+
+
 @pytest.mark.parametrize("options", [{"n_ctx": -1}, {"n_ubatch": 0}, {"n_seq_max": 0}, {"n_threads": 0}, {"n_threads": 10**6}])
 def test_impossible_options_are_refused_by_name(toy, options):
     with pytest.raises(RuntimeRefusal, match=next(iter(options))):
@@ -309,7 +361,8 @@ def test_a_reused_prefix_never_changes_the_logits(toy, steps, prompt):  # S112
             if op == "decode":
                 s.decode([100 + args[2] % 2] * args[1], seq=args[0])
             elif op == "at":
-                s.decode([100 + args[2] % 2], pos=[args[1]], seq=args[0])
+                with contextlib.suppress(RuntimeRefusal):  # only an empty sequence may begin there
+                    s.decode([100 + args[2] % 2], pos=[args[1]], seq=args[0])
             elif op == "generate":
                 s.keep_prefix(args[1], args[0])
                 s.decode(args[1][s.pos_max(args[0]) + 1 :], seq=args[0])

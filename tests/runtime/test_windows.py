@@ -178,9 +178,11 @@ def test_states_of_the_other_kind_are_refused(both):
 def test_what_one_window_cannot_hold_is_refused(both, compiled):
     _, small = both()
     small.decode(TEXT[:20], logits="none")
-    for pos in ([19], [22], [20, 22]):
-        with pytest.raises(RuntimeRefusal, match="tokens follow one another: position 20 is next"):
+    for pos, following in (([19], 20), ([22], 20), ([20, 22], 21)):
+        with pytest.raises(RuntimeRefusal, match=f"tokens follow one another: position {following} of sequence 0 is next"):
             small.decode(TEXT[: len(pos)], pos)
+    with pytest.raises(RuntimeRefusal, match="with compacted window caches tokens follow one another: position 20 is next"):
+        small.decode(embd=np.zeros((2, small.artifact.manifest.n_embd)), pos=[20, 20])
     for move in (lambda: small.seq_add(0, 0, -1, 2), lambda: small.seq_div(0, 0, -1, 2), small.shift_context):
         with pytest.raises(RuntimeRefusal, match="cannot be moved in compacted window caches") as refusal:
             move()
