@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 
 def compile_here(
-    source: Path, output: Path, options: CompileOptions, progress: Callable[[str, int, int], None] | None = None
+    source: Path,
+    output: Path,
+    options: CompileOptions,
+    progress: Callable[[str, int, int], None] | None = None,
+    before_writing: Callable[[], None] = lambda: None,
 ) -> CompileReport:
-    """Compile in this process; ``progress(phase, done, total)``."""
+    """Compile in this process; ``progress(phase, done, total)``. ``before_writing`` is called before any file is made."""
     from ggufc.codegen import frontend
     from ggufc.codegen.artifact_writer import write_artifact
     from ggufc.codegen.kernel_build import build_image
@@ -54,6 +58,7 @@ def compile_here(
         weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
         graphs = {c.name: print_graph(c.graph) for c in compilations}
         ptx = _gpu_code([c.schedule for c in compilations], options.target, say)
+        before_writing()
         write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total), ptx)
         lap("weights")
         model_notes = model.cache_notes(options.for_builder())
@@ -97,8 +102,15 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _stop_by_unwinding() -> None:
+    """From here on a signal must remove the temporary file. Before, it ends the process at once: a call of LLVM takes seconds, and Python
+    would deliver the signal only after it.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+
+
 def main() -> int:
-    signal.signal(signal.SIGTERM, _stop)  # so that the temporary file is removed
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     request = json.load(sys.stdin)
     last = [0.0]
 
@@ -110,7 +122,7 @@ def main() -> int:
 
     try:
         options = msgspec.convert(request["options"], CompileOptions)
-        report = compile_here(Path(request["source"]), Path(request["output"]), options, progress)
+        report = compile_here(Path(request["source"]), Path(request["output"]), options, progress, _stop_by_unwinding)
     except (GgufcError, OSError) as error:
         _send({"error": str(error)})
         return 2

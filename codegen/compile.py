@@ -6,8 +6,10 @@ ggufc.codegen.child``, forwards its progress and turns its errors into exception
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,12 @@ def compile_file(
     # A file takes whatever the child says; a pipe nobody reads meanwhile would stop it.
     with tempfile.TemporaryFile("w+") as messages:
         child = subprocess.Popen(
-            [sys.executable, "-m", "ggufc.codegen.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True
+            [sys.executable, "-m", "ggufc.codegen.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            process_group=0,  # one signal ends the child together with the processes it compiles in
         )
         try:
             assert child.stdin and child.stdout
@@ -57,7 +64,8 @@ def compile_file(
                     report = msgspec.convert(event["report"], CompileReport)
             status = child.wait()
         except BaseException:
-            child.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             raise
         finally:
