@@ -73,8 +73,8 @@ class Streams:
         return g.add("div", m, self.plus(total))
 
 
-def evaluate(g: Graph, seed: int, tokens: int = 3) -> dict[str, np.ndarray]:
-    """Outputs for random weights and inputs."""
+def arguments(g: Graph, seed: int, tokens: int = 3) -> Any:
+    """Random weights and inputs, no caches, and the symbols."""
     rng = np.random.default_rng(seed)
     weights = {n.attrs["tensor"]: rng.normal(size=tuple(reversed(n.type.ne))).astype(np.float32) for n in g.find("weight")}
     inputs: dict[str, np.ndarray] = {}
@@ -83,4 +83,9 @@ def evaluate(g: Graph, seed: int, tokens: int = 3) -> dict[str, np.ndarray]:
         inputs[name] = rng.normal(size=(tokens, int(node.ne[0]))).astype(np.float32) if name == "embd" else np.array([2, 0], np.int32)
     if "positions" in inputs:
         inputs["positions"] = np.array([1, 1], np.int32)
-    return interpret(g, weights, inputs, {}, {"T": tokens, "O": 2})
+    return weights, inputs, {}, {"T": tokens, "O": 2}
+
+
+def evaluate(g: Graph, seed: int) -> dict[str, np.ndarray]:
+    """Outputs for random weights and inputs."""
+    return interpret(g, *arguments(g, seed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,12 +56,17 @@ def fuse(g: Graph) -> dict[str, int]:
     return counts
 
 
-def check(built: Graph, final: Graph, seed: int) -> None:
+def arguments(built: Graph, seed: int) -> Any:
+    """Random weights and inputs, no caches, and the symbols."""
     rng = np.random.default_rng(seed)
     inputs = {"embd": rng.normal(size=(5, 9)).astype(np.float32), "tokens": rng.integers(0, 20, 5).astype(np.int32)}
     inputs = {n.attrs["name"]: inputs[n.attrs["name"]] for n in built.inputs()}
     weights = {"bias": rng.normal(size=9).astype(np.float32), "table": rng.integers(0, 9, (20, 3)).astype(np.int32)}
-    want, got = (interpret(g, weights, inputs, {}, {"T": 5}) for g in (built, final))
+    return weights, inputs, {}, {"T": 5, "O": 1}
+
+
+def check(built: Graph, final: Graph, seed: int) -> None:
+    want, got = (interpret(g, *arguments(built, seed)) for g in (built, final))
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
 

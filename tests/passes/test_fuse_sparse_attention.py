@@ -99,7 +99,8 @@ class TwoKinds:
         return s, g.add("fill", head, value=-1.0 if self.broken == "bias" else 0.0), values
 
 
-def evaluate(g: Graph, seed: int) -> dict[str, np.ndarray]:
+def arguments(g: Graph, seed: int) -> Any:
+    """Random weights, inputs and caches, and the symbols."""
     rng = np.random.default_rng(seed)
     env = {"T": 4, "O": 1, "C": 48, "KV": 32, "R": 25, "C4": 40, "E4": 18, "V4": 24}
     inputs = {
@@ -116,7 +117,11 @@ def evaluate(g: Graph, seed: int) -> dict[str, np.ndarray]:
     for node in g.find("cache"):
         rows = rng.normal(size=(48 if node.ne[1] == C else 40, int(node.ne[0]))).astype(np.float32)
         caches[node.attrs["name"]] = quantize(node.dtype, rows) if node.type.quantised else rows
-    return interpret(g, weights, {k: v for k, v in inputs.items() if k in names}, caches, env)
+    return weights, {k: v for k, v in inputs.items() if k in names}, caches, env
+
+
+def evaluate(g: Graph, seed: int) -> dict[str, np.ndarray]:
+    return interpret(g, *arguments(g, seed))
 
 
 def fuse(g: Graph, pipeline: str = PIPELINE) -> int:

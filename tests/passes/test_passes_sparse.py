@@ -109,7 +109,8 @@ class Sparse:
         return g.add("cont", g.add("permute", g.add("mul_mat", vv, p), axes=(0, 2, 1, 3)))
 
 
-def evaluate(g: Graph, seed: int, tokens: int = 5) -> dict[str, np.ndarray]:
+def arguments(g: Graph, seed: int, tokens: int = 5) -> Any:
+    """No weights, random inputs and caches, and the symbols."""
     rng = np.random.default_rng(seed)
     env = {"T": tokens, "O": 1, "C": 48, "KV": 32, "R": 25}
     inputs: dict[str, Any] = {}
@@ -124,7 +125,11 @@ def evaluate(g: Graph, seed: int, tokens: int = 5) -> dict[str, np.ndarray]:
     vis = np.array([[0, 0, 15], [15, 0, 10], [0, 2, 9], [15, 0, 1], [0, 4, 4]], np.int32)
     inputs["visible"] = vis[np.arange(tokens) % 5]
     caches = {n.attrs["name"]: rng.normal(size=(48, int(n.ne[0]))).astype(np.float32) for n in g.find("cache")}
-    return interpret(g, {}, inputs, caches, env)
+    return {}, inputs, caches, env
+
+
+def evaluate(g: Graph, seed: int) -> dict[str, np.ndarray]:
+    return interpret(g, *arguments(g, seed))
 
 
 def fuse(g: Graph, pipeline: str = PIPELINE) -> dict[str, int]:
