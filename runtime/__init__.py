@@ -7,7 +7,7 @@ they lie, ``windows`` compacts those of sliding windows, ``kshift`` rotates stor
 ``inputs`` hands them to an executor, ``state_inputs`` keeps what belongs to sequences and not to cells (``state_rows``: in saved states).
 ``state`` writes and ``state_load`` reads saved states (``state_io``: files; ``session_state``: of a session). ``tokenizer`` (with
 ``vocab``, ``spm``, ``bpe``), ``chat``, ``sampling``, ``perplexity`` and ``logits`` sit on ``session`` (with ``history``, ``generation``,
-``parallel``, ``statistics``), which joins everything.
+``parallel``, ``statistics``), which adds text to a ``context`` (one thread at a time: ``exclusive``).
 
 Names are imported lazily so that a command line that only needs ``paths`` pays for nothing else.
 """

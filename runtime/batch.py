@@ -38,6 +38,11 @@ class Batch:
         """i32 [n]: the sequence whose cells each token attends to."""
         return self.seqs if isinstance(self.seqs, np.ndarray) else np.array([group[0] for group in self.seqs], np.int32)
 
+    def is_step(self, n_seq_max: int) -> bool:
+        """Whether each sequence of the batch has one token in it: a decode step of one or several texts."""
+        n = len(self)
+        return n == 1 or (n <= n_seq_max and isinstance(self.seqs, np.ndarray) and len(set(self.seqs.tolist())) == n)
+
     def part(self, start: int, stop: int) -> Batch:
         """The micro-batch of tokens [start, stop), ``wanted`` counted from its own start."""
         if start == 0 and stop == len(self.pos):

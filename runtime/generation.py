@@ -204,7 +204,7 @@ class Generation:
         last = max(0, (len(rest) - 1) // session.n_batch * session.n_batch)
         for at in range(0, last, session.n_batch):
             self._placed(lambda: session.decode(rest[at : at + session.n_batch], None, seq, "none"))  # noqa: B023
-        return self._placed(lambda: session.decode_view(rest[last:], seq))
+        return self._placed(lambda: session.decode_view(rest[last:], seq, prompt=True))
 
     def _placed(self, evaluate: Callable[[], np.ndarray]) -> np.ndarray:
         """Evaluate; where cells are free but not side by side, gather them and try again."""

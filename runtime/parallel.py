@@ -139,7 +139,7 @@ class ParallelGeneration:
                     if piece:
                         yield r.index, piece
         finally:
-            for r in list(self._running):
+            for r in list(self._running) if not self._session.closed else ():
                 self._leave(r)
 
     def _admit(self) -> None:

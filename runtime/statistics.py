@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Statistics:
-    """Calls with one token of each of their sequences count as decode, others as prompt (llama.cpp's convention). Seconds include
+    """Calls with one token of each of their sequences count as decode, others, and a prompt of one token, as prompt. Seconds include
     everything but sampling.
 
     ``reuse_hits`` and ``reuse_misses`` count micro-batches: whether the graph bound for the last one could run again as it was, or its
@@ -25,9 +25,9 @@ class Statistics:
     miss_reasons: Counter[str] = field(default_factory=Counter)
     _last: str = ""
 
-    def count(self, n_tokens: int, seconds: float, one_each: bool = False) -> None:
-        """Note a call of ``n_tokens``; ``one_each``: every sequence had one token in it."""
-        if n_tokens > 1 and not one_each:
+    def count(self, n_tokens: int, seconds: float, prompt: bool) -> None:
+        """Note a call of ``n_tokens``, of a prompt or of a step of decoding."""
+        if prompt:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
         else:

@@ -13,6 +13,7 @@ One sequence only, evaluated from its end on: a row that was given away cannot c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Sequence, Set
 
 import numpy as np
@@ -38,11 +39,18 @@ def rows_for(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, pad: int)
     return rows if window and rows < n_cells else 0
 
 
-def compacted_rows(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_seq_max: int, pad: int) -> int:
-    """``rows_for`` a session of one sequence; RuntimeRefusal for more, whose windows would need rows of their own."""
+def rows_of_session(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_seq_max: int, pad: int, on_host: bool) -> int:
+    """Rows of compacted caches; 0, with a warning, where there is nothing to gain. RuntimeRefusal for more sequences, whose windows would
+    need rows of their own, and for caches in the memory of a device.
+    """
+    if not on_host:
+        raise RuntimeRefusal("compact_windows is for caches in host memory; leave it out on a device")
     if n_seq_max > 1:
         raise RuntimeRefusal(f"compact_windows keeps the window of one sequence, n_seq_max is {n_seq_max}; leave out one of them")
-    return rows_for(caches, n_cells, n_ubatch, pad)
+    rows = rows_for(caches, n_cells, n_ubatch, pad)
+    if not rows:
+        warnings.warn("compact_windows changes nothing: no layer's window is smaller than the context", RuntimeWarning, stacklevel=4)
+    return rows
 
 
 def redirected(

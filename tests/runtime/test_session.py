@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import threading
 
 import numpy as np
 import pytest
@@ -262,12 +264,77 @@ def test_reset_forgets_everything(session):
     assert np.array_equal(s.decode(TOKENS[:3], logits="all"), expected(TOKENS[:3], range(3)))
 
 
-def test_closed_session_refuses(toy):
-    s = Session(toy, n_threads=2)
+def test_a_closed_session_refuses(toy):
+    s = Session(toy, n_threads=2, n_seq_max=2)
+    s.decode([1])
+    blob = io.BytesIO()
+    s.state_save(blob)
+    many = s.generate_many([[100]], n_predict=4)
+    next(many)
     s.close()
     s.close()
+    many.close()  # its sequences are gone already
+    for name, args in {
+        "decode": ([1],), "decode_view": ([1],), "decode_rows": (None,), "keep_prefix": ([1],), "seq_rm": (0,), "seq_cp": (0, 0),
+        "seq_keep": (0,), "seq_add": (0, 0, -1, 1), "seq_div": (0, 0, -1, 2), "shift_context": (), "defrag": (), "apply_shift": (),
+        "state_size": (), "state_save": (blob,), "state_load": (blob.getvalue(),), "reset": (), "clear": (),
+    }.items():  # fmt: skip
+        with pytest.raises(RuntimeRefusal, match="this session is closed; open a new one"):
+            getattr(s, name)(*args)
     with pytest.raises(RuntimeRefusal, match="closed"):
-        s.decode([1])
+        s.generate([1]).text()
+
+
+def test_a_second_thread_is_refused_and_changes_nothing(session, monkeypatch):
+    s = session(n_seq_max=2)
+    s.decode(TOKENS[:4])
+    entered, leave, rows = threading.Event(), threading.Event(), []
+    evaluate = s.executor.eval
+
+    def slow(*args, **kwargs):
+        entered.set()
+        leave.wait(30)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(s.executor, "eval", slow)
+    first = threading.Thread(target=lambda: rows.append(s.decode(TOKENS[4:6])))
+    first.start()
+    assert entered.wait(30)
+    try:
+        for call in (lambda: s.decode([5], seq=1), lambda: s.seq_rm(0), s.reset, lambda: s.state_save(io.BytesIO(), 0), s.defrag):
+            with pytest.raises(RuntimeRefusal, match="another thread is using this session"):
+                call()
+    finally:
+        leave.set()
+        first.join()
+    assert np.array_equal(rows[0], expected(TOKENS[:6], [5]))
+    assert np.array_equal(s.decode(TOKENS[6:7]), expected(TOKENS[:7], [6]))  # one after another they may
+
+
+def test_closing_waits_for_the_evaluation_of_another_thread(toy, monkeypatch):
+    s = Session(toy, n_threads=1)
+    entered, rows = threading.Event(), []
+    evaluate = s.executor.eval
+
+    def slow(*args, **kwargs):
+        entered.set()
+        threading.Event().wait(0.3)
+        assert not s.closed
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(s.executor, "eval", slow)
+    other = threading.Thread(target=lambda: rows.append(s.decode(TOKENS[:3])))
+    other.start()
+    assert entered.wait(30)
+    s.close()
+    other.join()
+    assert np.array_equal(rows[0], expected(TOKENS[:3], [2]))
+
+
+def test_a_prompt_of_one_token_is_a_prompt(session):
+    s = session()
+    s.generate([100], n_predict=4, sampling=GREEDY, ignore_eos=True).text()
+    assert (s.stats.prompt_tokens, s.stats.decode_tokens) == (1, 3) and s.stats.prompt_rate > 0
 
 
 def greedy_ids(prompt: list[int], n: int) -> list[int]:
