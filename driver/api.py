@@ -15,12 +15,34 @@ from ggufc.errors import DriverError
 from ggufc.files import Progress
 from ggufc.formats.cuda import split_target
 from ggufc.resolve import is_artifact, model_file
+from ggufc.runtime.errors import require_integer
 
 if TYPE_CHECKING:
     from ggufc.codegen.compile import CompileReport
     from ggufc.runtime import Session
 
 Say = Callable[[str], None]
+
+
+def _require_texts(**values: object) -> None:
+    """Raise ``DriverError`` unless each value is a text, or None."""
+    for name, value in values.items():
+        if not isinstance(value, str | None):
+            raise DriverError(f"{name} is {value!r}; give a text")
+
+
+def _require_path(name: str, value: object) -> None:
+    if not isinstance(value, str | Path):
+        raise DriverError(f"{name} is {value!r}; give a path")
+
+
+def _options(builder: object) -> dict[str, int | bool | str]:
+    if builder is not None and not isinstance(builder, Mapping):
+        raise DriverError(f"builder is {builder!r}; give a mapping from names of options to values")
+    for name, value in (builder or {}).items():
+        if not isinstance(value, int | str):
+            raise DriverError(f"builder option {name!r} is {value!r}; give a number, a text, or True or False")
+    return dict(builder or {})
 
 
 def compile(
@@ -45,9 +67,12 @@ def compile(
     """
     from ggufc.codegen.compile import CompileOptions, compile_file
 
-    options = CompileOptions(
-        target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs, builder=dict(builder or {}), keep=keep
-    )
+    _require_path("source", source)
+    _require_path("output", output)
+    _require_texts(target=target, type_k=type_k, type_v=type_v, passes=passes, keep=keep)
+    if jobs is not None:
+        require_integer("jobs", jobs, 1, 1 << 16)
+    options = CompileOptions(target=target, type_k=type_k, type_v=type_v, pipeline=passes, jobs=jobs, builder=_options(builder), keep=keep)
     return compile_file(model_file(str(source)), Path(output), options, progress)
 
 
@@ -94,9 +119,11 @@ def artifact_for(
     ``type_k`` and ``type_v`` (default f16) and ``builder`` are fixed at compile time; asking an existing artifact for other ones is a
     ``DriverError``.
     """
+    _require_texts(target=target, type_k=type_k, type_v=type_v, passes=passes, keep=keep)
+    builder = _options(builder)
     path = model_file(reference, say=say, progress=progress, quiet=quiet)
     options = {"target": target, "type_k": type_k or "f16", "type_v": type_v or "f16", "passes": passes or ""}
-    options |= {f"builder.{key}": repr(value) for key, value in (builder or {}).items()}
+    options |= {f"builder.{key}": repr(value) for key, value in builder.items()}
     if keep:
         options["keep"] = keep
     if "native" in split_target(target)[0].split(","):
@@ -109,9 +136,9 @@ def artifact_for(
         return known
     # A file that calls itself an artifact is checked once, when the session opens it.
     if path.suffix == cache.SUFFIX or is_artifact(path):
-        _check_options(path, split_target(target)[0], {"k": type_k, "v": type_v}, builder or {})
+        _check_options(path, split_target(target)[0], {"k": type_k, "v": type_v}, builder)
         return path
-    return _fetch(path, options, dict(builder or {}), jobs, say, progress)
+    return _fetch(path, options, builder, jobs, say, progress)
 
 
 def _check_options(artifact: Path, target: str, types: Mapping[str, str | None], builder: Mapping[str, int | bool | str]) -> None:
@@ -135,7 +162,7 @@ def _check_options(artifact: Path, target: str, types: Mapping[str, str | None],
     for name, value in builder.items():
         compiled = manifest.options.get(f"builder.{name}", repr(OPTIONS.get(name)))
         if compiled != repr(value):
-            raise DriverError(f"{artifact} was compiled with {name} {compiled}, not {value!r}; compile the model again with that option")
+            raise DriverError(f"{artifact} was compiled with builder option {name!r} {compiled}, not {value!r}; compile the model again")
 
 
 def load(
@@ -158,6 +185,7 @@ def load(
     """
     from ggufc.runtime import Session
 
+    _require_path("source", source)
     placement = devices.choose(device, n_gpu_layers, lambda message: warnings.warn(message, RuntimeWarning, stacklevel=3))
     try:
         wanted = placement.target(target)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggufc.errors import DriverError
 from ggufc.files import Progress
-from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.errors import RuntimeRefusal, require_integer
 
 if TYPE_CHECKING:
     from ggufc.runtime.cuda import Device
@@ -27,7 +27,7 @@ UPLOAD = "weights to the device"
 
 def parse(device: str) -> tuple[str, int]:
     """(``auto``, ``cpu`` or ``cuda``, number of the GPU). DriverError for anything else."""
-    match = _DEVICE.match(device)
+    match = _DEVICE.match(device) if isinstance(device, str) else None
     if match is None:
         raise DriverError(f"--device {device!r} is unknown; use auto, cpu, cuda or cuda:N (N counts from 0)")
     return match[1].partition(":")[0], int(match[2] or 0)
@@ -82,6 +82,8 @@ class Placement:
 def choose(device: str = "auto", n_gpu_layers: int | None = None, say: Say = lambda _: None) -> Placement:
     """Open what the options ask for. ``say`` tells when a GPU was asked for and there is none; RuntimeRefusal if it was insisted on."""
     kind, index = parse(device)
+    if n_gpu_layers is not None:
+        require_integer("-ngl (n_gpu_layers)", n_gpu_layers, 0, 1 << 31)
     if kind == "cpu" or n_gpu_layers == 0 or (kind == "auto" and n_gpu_layers is None):
         return Placement()
     from ggufc.runtime import cuda

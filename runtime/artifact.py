@@ -48,6 +48,8 @@ class Artifact:
         processor and features: whoever only looks at an artifact may look at one for any machine. Raises ArtifactError, or GGUFError
         for a malformed container.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise ArtifactError(f"the artifact is {path!r}; give a path")
         file = GGUFFile.open(path)
         try:
             if expect_digest is not None:
@@ -128,6 +130,8 @@ def _manifest(file: GGUFFile) -> fmt.Manifest:
 
 
 def _check_expected(file: GGUFFile, expected: str) -> None:
+    if not isinstance(expected, str):
+        raise ArtifactError(f"expect_digest is {expected!r}; give the SHA-256 as text")
     wanted = expected.strip().lower().removeprefix("sha256:")
     have = file.sha256()
     if have != wanted:

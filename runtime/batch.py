@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, token_list
 from .kvcells import KVCells
 
 MAX_POSITION = 2**31 - 2
@@ -75,7 +75,10 @@ def make_batch(
         raise RuntimeRefusal("decode: give either tokens or embeddings")
     ids = rows = None
     if embd is not None:
-        rows = np.ascontiguousarray(embd, np.float32)
+        try:
+            rows = np.ascontiguousarray(embd, np.float32)
+        except (TypeError, ValueError):
+            raise RuntimeRefusal(f"decode: embeddings are {embd!r}; give an array f32 [n, {n_embd}]") from None
         if rows.ndim != 2 or rows.shape[1] != n_embd:
             raise RuntimeRefusal(f"decode: embeddings have the shape {rows.shape}, this model takes [n, {n_embd}]")
         n = len(rows)
@@ -119,8 +122,8 @@ _FIRST_ROW = np.zeros(1, np.int64)
 
 def next_token(cells: KVCells, token: int, seq: int, n_vocab: int) -> Batch:
     """The batch of a decode step: one token after the last of ``seq``, logits wanted. As ``make_batch``, with a tenth of its work."""
-    if not 0 <= token < n_vocab:
-        raise RuntimeRefusal(f"decode: token {token} is outside the vocabulary of {n_vocab}")
+    if not isinstance(token, (int, np.integer)) or not 0 <= token < n_vocab:
+        raise RuntimeRefusal(f"decode: token {token!r} is outside the vocabulary of {n_vocab}")
     pos = cells.pos_max(seq) + 1
     if pos > MAX_POSITION:
         raise RuntimeRefusal(f"decode: positions must be from 0 to {MAX_POSITION}, got {pos}")
@@ -128,8 +131,11 @@ def next_token(cells: KVCells, token: int, seq: int, n_vocab: int) -> Batch:
 
 
 def _integers(values: Sequence[int] | np.ndarray | None, what: str) -> np.ndarray:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.empty(0, object)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and (array.size or array.dtype == object)):
         raise RuntimeRefusal(f"decode: {what} must be a list of integers, got {array.dtype} of shape {array.shape}")
     return array.astype(np.int64)
 
@@ -139,8 +145,10 @@ def _sequences(
 ) -> np.ndarray | list[tuple[int, ...]]:
     if isinstance(seq, (int, np.integer)):
         array = np.full(n, int(seq), np.int32)
+    elif isinstance(seq, str) or not isinstance(seq, (Sequence, np.ndarray)):
+        raise RuntimeRefusal(f"decode: seq is {seq!r}; give a sequence id, one per token, or several per token")
     elif len(seq) and not isinstance(seq[0], (int, np.integer)):
-        groups = [tuple(dict.fromkeys(int(s) for s in group)) for group in seq]  # type: ignore[union-attr]
+        groups = [tuple(dict.fromkeys(token_list("decode: seq", group))) for group in seq]  # type: ignore[arg-type]
         if len(groups) != n:
             raise RuntimeRefusal(f"decode: {n} tokens but {len(groups)} sequence entries")
         for i, group in enumerate(groups):

@@ -82,7 +82,7 @@ def render(
     Raises RuntimeRefusal if the template is malformed, unsafe, unbounded, or refuses the conversation itself.
     """
     for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str) or "content" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RuntimeRefusal(f"chat message {i} needs a role and content")
     import jinja2
 

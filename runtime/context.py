@@ -22,7 +22,7 @@ from . import inputs, kshift, programs, windows
 from .artifact import Artifact
 from .batch import Batch, check_order, make_batch, next_token, sizes, visibility
 from .binding import CACHE_PAD, BoundProgram, pad
-from .errors import RuntimeRefusal, require_integer
+from .errors import RuntimeRefusal, require_integer, token_list
 from .exclusive import exclusive
 from .executor import Executor
 from .history import TokenHistory
@@ -69,8 +69,8 @@ class Context:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
             if value is not None:
                 require_integer(name, value, low, 1 << 24)
-        if not math.isfinite(defrag_threshold):
-            raise RuntimeRefusal(f"defrag_threshold is {defrag_threshold}; give a share from 0 to 1, or a negative number for never")
+        if not isinstance(defrag_threshold, (int, float)) or not math.isfinite(defrag_threshold):
+            raise RuntimeRefusal(f"defrag_threshold is {defrag_threshold!r}; give a share from 0 to 1, or a negative number for never")
         self._owns_artifact = not isinstance(artifact, Artifact)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact, expect_digest)
         manifest = self.artifact.manifest
@@ -149,7 +149,7 @@ class Context:
         """
         out: list[np.ndarray] = []
         if len(tokens) == 1:
-            batch = next_token(self.cells, int(tokens[0]), seq, self.n_vocab)
+            batch = next_token(self.cells, tokens[0], seq, self.n_vocab)
         else:
             batch = make_batch(self.cells, tokens, None, seq, "last", self.n_vocab)
         self._decode(batch, out.append, prompt)
@@ -237,7 +237,7 @@ class Context:
 
         Returns the length of what is kept.
         """
-        common = self.history.common(tokens, seq)
+        common = self.history.common(token_list("the conversation", tokens), seq)
         if self.states and not self.states.continues(seq, common, self.cells.pos_max(seq)):
             common = 0
         try:
@@ -308,6 +308,7 @@ class Context:
     @exclusive
     def shift_context(self, seq: int = 0, n_keep: int = 0) -> int:
         """Drop half of the positions after the first ``n_keep`` and move the rest down; returns how many were dropped."""
+        require_integer("n_keep", n_keep, 0, 1 << 31)
         low, high = self.cells.pos_min(seq) + n_keep, self.cells.pos_max(seq) + 1
         dropped = (high - low) // 2
         if dropped < 1:

@@ -1,8 +1,9 @@
-"""The runtime's error type."""
+"""The runtime's error type, and checks of arguments that raise it."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 from ggufc.formats.errors import GgufcError
 
@@ -15,6 +16,20 @@ def require_integer(what: str, value: object, low: int, high: int) -> None:
         number = low - 1
     if isinstance(value, bool) or not low <= number <= high:
         raise RuntimeRefusal(f"{what} is {value!r}; give a whole number from {low} to {high}")
+
+
+def require_text(what: str, value: object) -> None:
+    """Raise ``RuntimeRefusal`` unless ``value`` is a text."""
+    if not isinstance(value, str):
+        raise RuntimeRefusal(f"{what} is {value!r}; give a text")
+
+
+def token_list(what: str, value: Iterable[int]) -> list[int]:
+    """``value`` as a list of ints; ``RuntimeRefusal`` unless it holds whole numbers and nothing else."""
+    try:
+        return [operator.index(token) for token in value]
+    except TypeError:
+        raise RuntimeRefusal(f"{what} is {value!r}; give token ids, which are whole numbers") from None
 
 
 class RuntimeRefusal(GgufcError):

@@ -18,7 +18,7 @@ from .artifact import Artifact
 from .binding import NUMPY, Binding, Limits, pad
 from .caches import CacheBuffers, joined
 from .cpuinfo import physical_cores
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_integer
 from .image import CodeImage
 from .memory import Region
 from .team import Team
@@ -84,8 +84,7 @@ class Executor(Binding):
         return f"{self.n_threads} threads"
 
     def _make_team(self, n_threads: int) -> Team:
-        if not 1 <= n_threads <= MAX_THREADS:
-            raise RuntimeRefusal(f"n_threads is {n_threads}; give a number from 1 to {MAX_THREADS}")
+        require_integer("n_threads", n_threads, 1, MAX_THREADS)
         manifest = self.artifact.manifest
         if not TILE_FEATURES.isdisjoint(manifest.features) and not request_tiles():
             raise RuntimeRefusal(

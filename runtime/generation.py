@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +18,8 @@ class StopFilter:
     """Holds text back while it may be the beginning of a stop text."""
 
     def __init__(self, stops: str | Sequence[str]) -> None:
-        texts = [stops] if isinstance(stops, str) else list(stops)
-        if not all(isinstance(text, str) for text in texts):
+        texts = [stops] if isinstance(stops, str) else stops
+        if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
             raise RuntimeRefusal(f"stop is {stops!r}; give a text, or a list of texts")
         self._stops = [text for text in texts if text]
         self._held = ""
@@ -71,6 +71,8 @@ class Continuation:
         require_integer("n_predict", n_predict, -1, 1 << 31)
         if not isinstance(sampling, SamplingOptions):
             raise RuntimeRefusal(f"sampling is {sampling!r}; give SamplingOptions(...)")
+        if on_token is not None and not callable(on_token):
+            raise RuntimeRefusal(f"on_token is {on_token!r}; give a function")
         self._sampler = Sampler(sampling)
         self._stop, self._on_token, self._n_predict = StopFilter(stop), on_token, n_predict
         has_tokenizer = session.artifact.metadata.get("tokenizer.ggml.model", "none") != "none"

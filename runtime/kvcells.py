@@ -20,7 +20,10 @@ _INFINITY = np.iinfo(np.int32).max
 
 
 def position_range(p0: int, p1: int) -> tuple[int, int]:
-    """[p0, p1) with a negative p0 meaning 0 and a negative p1 meaning infinity."""
+    """[p0, p1) with a negative p0 meaning 0 and a negative p1 meaning infinity. RuntimeRefusal for bounds that are no whole numbers."""
+    for bound in (p0, p1):
+        if not isinstance(bound, (int, np.integer)):
+            raise RuntimeRefusal(f"a bound of a range of positions is {bound!r}; give whole numbers")
     return max(p0, 0), _INFINITY if p1 < 0 else min(p1, _INFINITY)
 
 
@@ -257,7 +260,7 @@ class KVCells:
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Drop ``seq`` (all sequences if negative) from its cells in [p0, p1); cells without a sequence become free."""
-        if seq >= 0:
+        if not isinstance(seq, (int, np.integer)) or seq >= 0:
             self._check_seq(seq, "seq_rm")
         p0, p1 = position_range(p0, p1)
         freed = [self._drop(s, p0, p1) for s in (range(self.n_seq_max) if seq < 0 else (seq,))]
@@ -312,6 +315,8 @@ class KVCells:
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move positions in [p0, p1) by ``delta``, also for sequences that share the cells; a position below 0 frees its cell."""
         self._check_seq(seq, "seq_add")
+        if not isinstance(delta, (int, np.integer)):
+            raise RuntimeRefusal(f"seq_add by {delta!r}; give a whole number")
         if delta == 0:
             return
         cells = self._cells_in(seq, p0, p1)
@@ -323,8 +328,8 @@ class KVCells:
     def seq_div(self, seq: int, p0: int, p1: int, k: int) -> None:
         """Divide positions in [p0, p1) by ``k`` (floor)."""
         self._check_seq(seq, "seq_div")
-        if k < 1:
-            raise RuntimeRefusal(f"seq_div by {k}; the divisor must be at least 1")
+        if not isinstance(k, (int, np.integer)) or k < 1:
+            raise RuntimeRefusal(f"seq_div by {k!r}; the divisor must be a whole number from 1 on")
         if k == 1:
             return
         cells = self._cells_in(seq, p0, p1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .batch import Batch
-from .errors import RuntimeRefusal, require_integer
+from .errors import RuntimeRefusal, require_integer, token_list
 from .generation import Continuation
 from .sampling import SamplingOptions
 
@@ -55,6 +55,8 @@ class ParallelGeneration:
         on_token: Callable[[int, int, str], None] | None,
     ) -> None:
         self._session = session
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise RuntimeRefusal(f"the prompts are {prompts!r}; give a list of texts or of token ids")
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingOptions) else list(sampling)
         if len(each) != len(prompts):
             raise RuntimeRefusal(f"{len(prompts)} prompts but {len(each)} sampling options; give one for all, or one for each")
@@ -82,7 +84,7 @@ class ParallelGeneration:
     def _tokens_of(self, index: int, prompt: str | Sequence[int]) -> list[int]:
         """A prompt's tokens, checked before anything is evaluated."""
         session = self._session
-        tokens = session.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = session.tokenize(prompt) if isinstance(prompt, str) else token_list(f"prompt {index}", prompt)
         room = session.cells.size - session.cells.used
         if not tokens or min(tokens) < 0 or max(tokens) >= session.n_vocab:
             what = f"holds tokens outside the vocabulary of {session.n_vocab}" if tokens else "is empty"

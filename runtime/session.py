@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .context import Context, exclusive
-from .errors import RuntimeRefusal
+from .errors import RuntimeRefusal, require_text, token_list
 from .sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class Session(Context):
 
     def tokenize(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
         """Token ids of ``text``; ``special`` reads control tokens in it, ``bos`` None follows the model."""
+        require_text("the text to tokenize", text)
         return self.tokenizer.encode(text, special, bos)
 
     def detokenize(self, tokens: Iterable[int], special: bool = True) -> str:
-        return self.tokenizer.decode(tokens, special)
+        return self.tokenizer.decode(token_list("tokens", tokens), special)
 
     def chat_prompt(
         self, messages: Sequence[dict[str, Any]], template: str | None = None, add_generation_prompt: bool = True, **extra: Any
@@ -72,7 +73,9 @@ class Session(Context):
 
     def _tokens_of(self, text: str | Sequence[int] | np.ndarray, seq: int) -> list[int]:
         if not isinstance(text, str):
-            return [int(t) for t in text]
+            if not isinstance(text, (Sequence, np.ndarray)):
+                raise RuntimeRefusal(f"the prompt is {text!r}; give a text or token ids")
+            return token_list("the prompt", text)
         tokens = self.tokenize(text, bos=None if self.cells.pos_max(seq) < 0 else False)
         if not tokens:
             raise RuntimeRefusal("the prompt is empty and the model adds no BOS token; give some text")
@@ -108,7 +111,7 @@ class Session(Context):
             self,
             prompt,
             n_predict,
-            sampling or SamplingOptions(seed=self.seed),
+            SamplingOptions(seed=self.seed) if sampling is None else sampling,
             stop,
             on_token,
             seq,

@@ -101,7 +101,6 @@ class Tolerances:
             return 0.0
         return max(_bound(n, known) for n in (node, *inside)) if self.following else self.free
 
-
     def check(self, nodes: Iterable[Node]) -> None:
         """Raise ``DriverError`` for a rule that is about none of ``nodes``: a misspelt one would silently loosen nothing."""
         known = list(nodes)
