@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from ggufc.codegen.emitter import F32, F64, I8, I32, I64, PTR, VOID, Emitter, Value, vec
+from ggufc.codegen.emitter import F32, F64, I1, I8, I32, I64, PTR, VOID, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
 
 from .target import PtxTarget
@@ -229,6 +229,11 @@ class PtxEmitter(Emitter):
         """The f32 of the lane numbered ``lane`` (i64)."""
         fn = self.intrinsic("llvm.nvvm.shfl.sync.idx.f32", F32, [I32, F32, I32, I32])
         return self.b.call(fn, [self.i32(_FULL), v, self.b.trunc(lane, I32), self.i32(31)])
+
+    def ballot(self, flag: Value) -> Value:
+        """An i32 whose bit l is the i1 of lane l; all lanes of the warp together."""
+        fn = self.intrinsic("llvm.nvvm.vote.ballot.sync", I32, [I32, I1])
+        return self.b.call(fn, [self.i32(_FULL), flag])
 
     def atomic_add(self, p: Value, v: Value) -> None:
         """Add an integer to shared memory, other threads of the block doing the same: sums of integers have no order."""

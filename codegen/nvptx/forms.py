@@ -31,7 +31,7 @@ from ggufc.codegen.schedule import Schedule
 from ggufc.formats import cuda as fmt
 from ggufc.ir.dims import IntDim
 
-from . import attention, choosing, indexing, products, ptx, rows
+from . import attention, choosing, indexing, product_forms, ptx, rows
 from .emitter import WARP, PtxEmitter
 from .entry import Entry, Form, power_of_two, shared_body
 from .target import PtxTarget, resolve
@@ -68,8 +68,8 @@ def _serial(threads: int) -> Callable[[Any], Form]:
 
 
 FORMS: dict[type, Callable[[Any], Form]] = {
-    MatMul: products.matmul,
-    MatMulId: products.matmul_id,
+    MatMul: product_forms.matmul,
+    MatMulId: product_forms.matmul_id,
     Quantize: rows.quantize,
     GetRows: rows.get_rows,
     RopeTable: rows.rope_table,

@@ -16,50 +16,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggufc.codegen.emitter import F32, I16, I32, Value, Var
-from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 
 from .emitter import WARP, PtxEmitter
-from .entry import Entry, rows_factor
-from .products import TILE_FROM, Finish, VectorProduct, row_count, row_stride, segments, units_of
+from .product_operands import Tile
+from .products import COLUMNS, VectorProduct, segments
 
-COLUMNS = 32
-"""Columns that share an exponent: a piece of a segment."""
 TOKENS = 8
 """Tokens of a warp: the columns of an ``mma``."""
+GROUPS, WARPS = 4, 8
+"""Weight groups and warps of a tile."""
 _GROUP_BYTES = 2 * ROWS * COLUMNS
-_TILE_GROUPS, _TILE_WARPS = 4, 8
 _STAGE = 2
 """Pieces per stage of a tile."""
 
 
-def halves_entries(spec: MatMul, fixed: int) -> list[Entry]:
-    """The entries for few and for many tokens; ``fixed``: the number of rows if it is known."""
-    name, units, sym = symbol(spec), units_of(spec), "" if fixed else spec.rows
-    found = []
-    if not fixed or fixed < TILE_FROM:
-        warps = segments(weight_format(spec.format), spec.k).count
-        grid = rows_factor(spec.rows, TOKENS, units)
-        high = 0 if fixed else TILE_FROM - 1
-        found.append(Entry(name + f"_{TOKENS}", WARP * warps, lambda e: _few(spec, e), grid=grid, sym=sym, high=high))
-    if not fixed or fixed >= TILE_FROM:
-        grid = rows_factor(spec.rows, TOKENS * _TILE_WARPS, -(-units // (_TILE_GROUPS // spec.unit)))
-        low = 0 if fixed else TILE_FROM
-        found.append(Entry(name + "_tile", WARP * _TILE_WARPS, lambda e: _many(spec, e), grid=grid, sym=sym, low=low))
-    return found
+def few_threads(spec: MatMul | MatMulId) -> int:
+    """Threads of a block of ``few_body``: a warp for each segment."""
+    return WARP * segments(weight_format(spec.format), spec.k).count
 
 
 class _Lane:
     """What one lane of a warp does for eight tokens: split its activations, multiply, store."""
 
-    def __init__(self, spec: MatMul, e: PtxEmitter) -> None:
+    def __init__(self, spec: MatMul | MatMulId, e: PtxEmitter) -> None:
         b = e.b
         self.spec, self.e = spec, e
         lane = b.and_(e.thread, e.i64(WARP - 1))
         self.lane, self.g, self.t = lane, b.lshr(lane, e.i64(2)), b.and_(lane, e.i64(3))
-        self.x, self.stride = e.arg_ptr(1), row_stride(spec, e)
         # Where ldmatrix lets this lane point: rows of a fragment are columns of the weights, halves of it 8 rows of a group.
         column = b.add(b.and_(lane, e.i64(7)), b.mul(b.lshr(lane, e.i64(4)), e.i64(8)))
         half = b.and_(b.lshr(lane, e.i64(3)), e.i64(1))
@@ -167,21 +154,20 @@ class _Ahead:
         return now
 
 
-def _few(spec: MatMul, e: PtxEmitter) -> None:
+def few_body(spec: MatMul | MatMulId, e: PtxEmitter, tile: Tile) -> None:
+    """One unit of groups by ``TOKENS`` tokens."""
     b = e.b
     product = VectorProduct(e, spec.format, spec.k, spec.unit, TOKENS)
-    cut, lane, finish = product.cut, _Lane(spec, e), Finish(spec, e)
+    cut, lane = product.cut, _Lane(spec, e)
     segment = b.lshr(e.thread, e.i64(5))
     ring = e.at(e.shared(2 * _GROUP_BYTES * cut.count, "weights"), segment, 2 * _GROUP_BYTES)
-    count, last_piece, size = row_count(spec, e), e.i64(cut.pieces - 1), product.format.group_bytes(spec.k)
-    e.begin_tiles()
-    unit = b.urem(e.tile, e.i64(units_of(spec)))
-    first_token = b.mul(b.udiv(e.tile, e.i64(units_of(spec))), e.i64(TOKENS))
-    row = e.gep(lane.x, b.mul(e.imin(b.add(first_token, lane.g), b.sub(count, e.i64(1))), lane.stride))
+    last_piece = e.i64(cut.pieces - 1)
+    tile.begin()
+    row = tile.activations(lane.g)
     begin = b.mul(segment, e.i64(cut.length))
     stop = e.imin(b.add(begin, e.i64(cut.length)), e.i64(cut.pieces))
     for u in range(spec.unit):
-        group = e.gep(e.at(e.arg_ptr(0), unit, size * spec.unit), size * u)
+        group = tile.group(e.i64(u))
         (cells,) = lane.cells(1)
 
         def copy(piece: Value, group: Value = group) -> None:
@@ -206,26 +192,21 @@ def _few(spec: MatMul, e: PtxEmitter) -> None:
         for i, cell in enumerate(cells):
             e.store(cell.get(), product.place(u, lane.column(i), segment, lane.row(i)))
     e.barrier()
-    with product.results() as (out_row, token, sums):
-        out, at = b.add(b.mul(unit, e.i64(ROWS)), out_row), b.add(first_token, token)
-        with e.if_(b.and_(b.icmp_signed("<", out, e.i64(spec.n // spec.unit)), b.icmp_signed("<", at, count))):
-            finish(out, at, sums)
+    with product.results() as (out, token, sums):
+        tile.store(e.i64(0), out, token, sums)
 
 
-def _many(spec: MatMul, e: PtxEmitter) -> None:
+def tile_body(spec: MatMul | MatMulId, e: PtxEmitter, tile: Tile) -> None:
+    """``GROUPS`` groups by ``TOKENS`` tokens for each of ``WARPS`` warps."""
     b = e.b
-    format = weight_format(spec.format)
-    cut, lane, finish = segments(format, spec.k), _Lane(spec, e), Finish(spec, e)
-    row_tiles = -(-units_of(spec) // (_TILE_GROUPS // spec.unit))
-    weights = e.shared(2 * _STAGE * _TILE_GROUPS * _GROUP_BYTES, "weights")
+    cut, lane = segments(weight_format(spec.format), spec.k), _Lane(spec, e)
+    weights = e.shared(2 * _STAGE * GROUPS * _GROUP_BYTES, "weights")
     per_segment = -(-cut.length // _STAGE)
-    count, last_group, last_piece = row_count(spec, e), e.i64(-(-spec.n // ROWS) - 1), e.i64(cut.pieces - 1)
-    warp = b.lshr(e.thread, e.i64(5))
-    e.begin_tiles()
-    first_group = b.mul(b.urem(e.tile, e.i64(row_tiles)), e.i64(_TILE_GROUPS))
-    first_token = b.add(b.mul(b.udiv(e.tile, e.i64(row_tiles)), e.i64(TOKENS * _TILE_WARPS)), b.mul(warp, e.i64(TOKENS)))
-    row = e.gep(lane.x, b.mul(e.imin(b.add(first_token, lane.g), b.sub(count, e.i64(1))), lane.stride))
-    totals, acc = lane.cells(_TILE_GROUPS), lane.cells(_TILE_GROUPS)
+    last_piece = e.i64(cut.pieces - 1)
+    tile.begin()
+    first_token = b.mul(b.lshr(e.thread, e.i64(5)), e.i64(TOKENS))
+    row = tile.activations(b.add(first_token, lane.g))
+    totals, acc = lane.cells(GROUPS), lane.cells(GROUPS)
 
     def first_piece(stage: Value) -> Value:
         segment, inside = b.udiv(stage, e.i64(per_segment)), b.urem(stage, e.i64(per_segment))
@@ -233,13 +214,13 @@ def _many(spec: MatMul, e: PtxEmitter) -> None:
 
     def place(stage: Value, piece: Value | int) -> Value:
         """Shared memory of a stage's piece: its groups one after the other."""
-        buffer = e.at(weights, b.and_(stage, e.i64(1)), _STAGE * _TILE_GROUPS * _GROUP_BYTES)
-        return e.at(buffer, piece, _TILE_GROUPS * _GROUP_BYTES)
+        buffer = e.at(weights, b.and_(stage, e.i64(1)), _STAGE * GROUPS * _GROUP_BYTES)
+        return e.at(buffer, piece, GROUPS * _GROUP_BYTES)
 
     def copy(stage: Value) -> None:
         """64 threads for each group; pieces beyond the segment are copied as well and not used."""
         unit, group = b.and_(e.thread, e.i64(63)), b.lshr(e.thread, e.i64(6))
-        source = e.at(e.arg_ptr(0), e.imin(b.add(first_group, group), last_group), format.group_bytes(spec.k))
+        source = tile.group(group)
         for i in range(_STAGE):
             piece = e.imin(b.add(first_piece(stage), e.i64(i)), last_piece)
             lane.copy(source, piece, e.at(place(stage, i), group, _GROUP_BYTES), unit)
@@ -257,18 +238,17 @@ def _many(spec: MatMul, e: PtxEmitter) -> None:
         first = first_piece(stage)
         segment_end = b.mul(b.add(b.udiv(stage, e.i64(per_segment)), e.i64(1)), e.i64(cut.length))
         stop = e.imin(e.imin(segment_end, e.i64(cut.pieces)), b.add(first, e.i64(_STAGE)))
+        # Warps none of whose tokens exist have nothing to multiply.
+        stop = b.select(b.icmp_signed("<", first_token, tile.count), stop, first)
         with e.for_range(first, stop, name="piece") as piece:
             values = lane.split(ahead.step(e.imin(b.add(piece, e.i64(1)), last_piece)))
             groups = place(stage, b.sub(piece, first))
-            lane.multiply([e.gep(groups, _GROUP_BYTES * i) for i in range(_TILE_GROUPS)], *values, acc)
+            lane.multiply([e.gep(groups, _GROUP_BYTES * i) for i in range(GROUPS)], *values, acc)
         with e.if_(b.icmp_signed("==", b.urem(stage, e.i64(per_segment)), e.i64(per_segment - 1))):
             for total, part in zip(*([c for group in cells for c in group] for cells in (totals, acc))):
                 total.set(b.fadd(total.get(), part.get()))
                 part.set(e.f32(0.0))
     for i in range(4):
         token = b.add(first_token, lane.column(i))
-        for p in range(_TILE_GROUPS // spec.unit):
-            group = b.udiv(b.add(first_group, e.i64(p * spec.unit)), e.i64(spec.unit))
-            out = b.add(b.mul(group, e.i64(ROWS)), lane.row(i))
-            with e.if_(b.and_(b.icmp_signed("<", out, e.i64(spec.n // spec.unit)), b.icmp_signed("<", token, count))):
-                finish(out, token, [totals[p * spec.unit + u][i].get() for u in range(spec.unit)])
+        for p in range(GROUPS // spec.unit):
+            tile.store(e.i64(p), lane.row(i), token, [totals[p * spec.unit + u][i].get() for u in range(spec.unit)])

@@ -10,14 +10,14 @@ follow each other with one accumulator each.
 from __future__ import annotations
 
 from ggufc.codegen.emitter import F32, I32, Value, Var
-from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.codegen.weights.base import ROWS, Cursor
 
 from .emitter import PtxEmitter
-from .entry import Entry, rows_factor
-from .products import TILE_FROM, Finish, correction_words, corrections, row_count, segments, units_of
+from .product_operands import Tile
+from .products import correction_words, corrections, segments
 
 GROUPS = 4
 BLOCK_TOKENS = 64
@@ -39,15 +39,15 @@ class _Stage:
     bytes, which spreads tokens over the banks.
     """
 
-    def __init__(self, e: PtxEmitter, spec: MatMul) -> None:
-        self.e, self.spec = e, spec
+    def __init__(self, e: PtxEmitter, spec: MatMul | MatMulId, tile: Tile, taken: int) -> None:
+        self.e, self.spec, self.tile = e, spec, tile
         self.format = f = weight_format(spec.format)
         self.n_scales = 32 // f.group
         self.n_codes, self.n_total = correction_words(f), int(f.has_min and self.n_scales == 1)
         self.words = 8 + self.n_scales * (2 if f.has_min else 1)
         self.packed_size = f.code_bytes + f.scale_bytes + f.super_bytes
         self.record = 16 * (-(-(9 + self.n_codes + self.n_total) // 4) | 1)
-        self.blocks = next(n for n in (4, 2, 1) if n == 1 or self._bytes(n) <= SHARED_BYTES)
+        self.blocks = next(n for n in (4, 2, 1) if n == 1 or self._bytes(n) <= SHARED_BYTES - taken)
         self.unpacked = e.shared(4 * self.blocks * self.words * _PITCH, "unpacked")
         self.packed = e.shared(2 * GROUPS * self.blocks * self.packed_size, "packed")
         self.activations = e.shared(2 * self.blocks * BLOCK_TOKENS * self.record, "activations")
@@ -57,15 +57,15 @@ class _Stage:
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def copy(self, buffer: Value, group: Value, token: Value, last_token: Value, first: Value, stop: Value) -> None:
+    def copy(self, buffer: Value, first: Value, stop: Value) -> None:
         """Start copying the blocks first..stop-1 (as far as a stage goes) of four groups and 64 tokens to ``buffer``, as one group of
         copies.
         """
-        self._copy_weights(buffer, group, first, stop)
-        self._copy_activations(buffer, token, last_token, first, stop)
+        self._copy_weights(buffer, first, stop)
+        self._copy_activations(buffer, first, stop)
         self.e.close_copies()
 
-    def _copy_weights(self, buffer: Value, first_group: Value, first: Value, stop: Value) -> None:
+    def _copy_weights(self, buffer: Value, first: Value, stop: Value) -> None:
         """Some threads for each block of each group, 16 bytes at a time."""
         e, b, f, k = self.e, self.e.b, self.format, self.spec.k
         per = THREADS // (GROUPS * self.blocks)
@@ -73,9 +73,7 @@ class _Stage:
         group, block = b.urem(pair, e.i64(GROUPS)), b.udiv(pair, e.i64(GROUPS))
         i, m = b.add(first, block), f.chunk_blocks(k)
         with e.if_(b.icmp_signed("<", i, stop)):
-            last = e.i64(-(-self.spec.n // ROWS) - 1)
-            start = e.at(e.arg_ptr(0), e.imin(b.add(first_group, group), last), f.group_bytes(k))
-            source = f.cursor(e, start, k, b.udiv(i, e.i64(m)), b.urem(i, e.i64(m)), 0)
+            source = f.cursor(e, self.tile.group(group), k, b.udiv(i, e.i64(m)), b.urem(i, e.i64(m)), 0)
             target = self._packed(buffer, group, block)
             at = 0
             for plane, size in ((source.codes, f.code_bytes), (source.scales, f.scale_bytes), (source.supers, f.super_bytes)):
@@ -88,14 +86,14 @@ class _Stage:
         place = b.add(b.mul(b.add(b.mul(buffer, e.i64(GROUPS)), group), e.i64(self.blocks)), block)
         return e.at(self.packed, place, self.packed_size)
 
-    def _copy_activations(self, buffer: Value, first_token: Value, last_token: Value, first: Value, stop: Value) -> None:
+    def _copy_activations(self, buffer: Value, first: Value, stop: Value) -> None:
         """A thread takes a block of a token."""
         e, b, at = self.e, self.e.b, q8_record(self.spec.k)
         with e.for_threads(self.blocks * BLOCK_TOKENS) as j:
             block, token = b.urem(j, e.i64(self.blocks)), b.udiv(j, e.i64(self.blocks))
             i = b.add(first, block)
             with e.if_(b.icmp_signed("<", i, stop)):
-                record = e.at(e.arg_ptr(1), e.imin(b.add(first_token, token), last_token), at.stride)
+                record = self.tile.activations(token)
                 to = self.token(buffer, block, token)
                 for half in range(2):
                     e.copy_async(e.gep(to, 16 * half), e.gep(e.at(record, i, 32), 16 * half), 16)
@@ -168,29 +166,16 @@ def _cells(sums: _Sums) -> list[Var]:
     return [cell for group in sums for fragment in group for row in fragment for cell in row]
 
 
-def tile_entry(spec: MatMul) -> Entry:
-    """The entry for ``TILE_FROM`` rows and more."""
-    per = GROUPS // spec.unit
-    row_tiles = -(-units_of(spec) // per)
-    sym = "" if spec.rows.isdigit() else spec.rows
-    grid = rows_factor(spec.rows, BLOCK_TOKENS, row_tiles)
-    return Entry(symbol(spec) + "_tile", THREADS, lambda e: _body(spec, e), grid=grid, sym=sym, low=TILE_FROM)
-
-
-def _body(spec: MatMul, e: PtxEmitter) -> None:
+def tile_body(spec: MatMul | MatMulId, e: PtxEmitter, tile: Tile, taken: int = 0) -> None:
+    """``GROUPS`` groups by ``BLOCK_TOKENS`` tokens; ``taken``: bytes of shared memory that ``tile`` needs."""
     b = e.b
-    stage, warp = _Stage(e, spec), _Warp(e)
+    stage, warp = _Stage(e, spec, tile, taken), _Warp(e)
     cut = segments(stage.format, spec.k)
     m = stage.format.chunk_blocks(spec.k)
     length, all_blocks = cut.length * m, cut.pieces * m
     per_segment = -(-length // stage.blocks)
-    row_tiles = -(-units_of(spec) // (GROUPS // spec.unit))
-    count = row_count(spec, e)
-    finish = Finish(spec, e)
-    e.begin_tiles()
-    first_group = b.mul(b.urem(e.tile, e.i64(row_tiles)), e.i64(GROUPS))
-    first_token = b.mul(b.udiv(e.tile, e.i64(row_tiles)), e.i64(BLOCK_TOKENS))
-    last_token = b.sub(count, e.i64(1))
+    tile.begin()
+    count = tile.count
     totals, acc = _sums(e), _sums(e)
     for cell in (*_cells(totals), *_cells(acc)):
         cell.set(e.f32(0.0))
@@ -203,7 +188,7 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
         return b.add(begin, b.mul(inside, e.i64(stage.blocks))), stop
 
     def copy(number: Value) -> None:
-        stage.copy(b.and_(number, e.i64(1)), first_group, first_token, last_token, *bounds(number))
+        stage.copy(b.and_(number, e.i64(1)), *bounds(number))
 
     copy(e.i64(0))
     with e.for_range(0, cut.count * per_segment, name="stage") as number:
@@ -216,7 +201,9 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
         buffer = b.and_(number, e.i64(1))
         stage.unpack(buffer, first, stop)
         e.barrier()
-        with e.for_range(0, e.imin(b.sub(stop, first), e.i64(stage.blocks)), name="block") as block:
+        # Warps none of whose tokens exist have nothing to multiply.
+        last = b.select(b.icmp_signed("<", warp.first_token, count), e.imin(b.sub(stop, first), e.i64(stage.blocks)), e.i64(0))
+        with e.for_range(0, last, name="block") as block:
             _multiply(e, stage, warp, buffer, block, acc)
         with e.if_(b.icmp_signed("==", b.urem(number, e.i64(per_segment)), e.i64(per_segment - 1))):
             for total, part in zip(_cells(totals), _cells(acc)):
@@ -225,14 +212,11 @@ def _body(spec: MatMul, e: PtxEmitter) -> None:
     for fragment in range(2):
         for row in range(2):
             for column in range(2):
-                token = b.add(first_token, warp.token(e, fragment, column))
+                token = warp.token(e, fragment, column)
                 sums = [totals[group][fragment][row][column].get() for group in range(2)]
                 for p in range(2 // spec.unit):
-                    group = b.add(first_group, warp.groups[p * spec.unit])
-                    out = b.add(b.mul(b.udiv(group, e.i64(spec.unit)), e.i64(ROWS)), warp.rows[row])
-                    exists = b.and_(b.icmp_signed("<", out, e.i64(spec.n // spec.unit)), b.icmp_signed("<", token, count))
-                    with e.if_(exists):
-                        finish(out, token, sums[p * spec.unit : (p + 1) * spec.unit])
+                    unit = b.udiv(warp.groups[p * spec.unit], e.i64(spec.unit))
+                    tile.store(unit, warp.rows[row], token, sums[p * spec.unit : (p + 1) * spec.unit])
 
 
 def _multiply(e: PtxEmitter, stage: _Stage, warp: _Warp, buffer: Value, block: Value, acc: _Sums) -> None:

@@ -2,8 +2,9 @@
 
 The K columns of a row are cut into up to 16 *segments* whose number depends on the format and K alone. A segment is one chain of fused
 multiply-adds over its blocks in ascending order (the chain of ``matmul_int8``), and segments are added in ascending order. Few tokens: a
-block takes 16 rows, its threads are (row, segment), each weight is unpacked once for up to four tokens. Many tokens (``tiles``): segments
-run one after the other. Both add the same numbers in the same order, so a token's result does not depend on how many tokens there are.
+block takes 16 rows, its threads are (row, segment), each weight is unpacked once for up to four tokens. Many tokens (``product_tiles``,
+``product_floats``): segments run one after the other. Both add the same numbers in the same order, so a token's result does not depend on
+how many tokens there are.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ggufc.codegen.emitter import F32, I32, Value
-from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.matmul_id import MatMulId
-from ggufc.codegen.kernels.matmul_product import gated
 from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.codegen.weights.base import ROWS, WeightFormat
-from ggufc.codegen.weights.floats import FloatFormat
+from ggufc.codegen.weights.floats import F32Format, FloatFormat
 
 from .emitter import PtxEmitter
-from .entry import Entry, Form, power_of_two, rows_factor
+from .entry import power_of_two
+from .product_operands import Tile
 
-MAX_SEGMENTS = 16
-TOKENS = 4
-"""Tokens that share an unpacked weight in registers."""
+MAX_SEGMENTS, MAX_F32_SEGMENTS = 16, 32
+"""F32 weights are small matrices of few rows: more threads must make up for that."""
 TILE_FROM = 17
-"""From this many rows on integer products use tiles in shared memory."""
-_FLOAT_COLUMNS = 32
+"""From this many rows on products use tiles in shared memory."""
+COLUMNS = 32
+"""Columns of a piece of float weights."""
+_AT_ONCE = 8
+"""Columns of float weights that are loaded before they are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class Segments:
 
 
 def segments(format: WeightFormat, k: int) -> Segments:
-    pieces = -(-k // _FLOAT_COLUMNS) if isinstance(format, FloatFormat) else k // 32 // format.chunk_blocks(k)
-    return Segments(pieces, power_of_two(max(2, min(MAX_SEGMENTS, pieces))))
+    """How rows of ``k`` columns are cut."""
+    pieces = -(-k // COLUMNS) if isinstance(format, FloatFormat) else k // 32 // format.chunk_blocks(k)
+    most = MAX_F32_SEGMENTS if isinstance(format, F32Format) else MAX_SEGMENTS
+    return Segments(pieces, power_of_two(max(2, min(most, pieces))))
 
 
 @dataclass
@@ -160,14 +164,26 @@ class VectorProduct:
 
     def _columns(self, groups: Sequence[Value], rows: Sequence[Value], piece: Value, acc: list[list[Any]]) -> None:
         e, b = self.e, self.e.b
-        assert isinstance(self.format, FloatFormat)
-        first = b.mul(piece, e.i64(_FLOAT_COLUMNS))
-        with e.for_range(first, e.imin(b.add(first, e.i64(_FLOAT_COLUMNS)), e.i64(self.k)), name="k") as k:
-            weights = [self.format.column(e, group, k, self.row) for group in groups]
+        format = self.format
+        assert isinstance(format, FloatFormat)
+        first = b.mul(piece, e.i64(COLUMNS))
+        n = e.imin(e.i64(COLUMNS), b.sub(e.i64(self.k), first))
+
+        def columns(start: Value, count: int) -> None:
+            at = [b.add(b.add(first, start), e.i64(j)) for j in range(count)]
+            weights = [[format.column(e, group, k, self.row) for k in at] for group in groups]
             for t, row in enumerate(rows):
-                a = e.load(F32, e.at(row, k, 4))
-                for u, w in enumerate(weights):
-                    acc[u][t].set(e.fma(w, a, acc[u][t].get()))
+                values = [e.load(F32, e.at(row, k, 4)) for k in at]
+                for u, mine in enumerate(weights):
+                    for w, a in zip(mine, values):
+                        acc[u][t].set(e.fma(w, a, acc[u][t].get()))
+
+        whole = b.and_(n, e.i64(-_AT_ONCE))
+        with e.for_range(0, whole, _AT_ONCE, name="columns") as j:
+            columns(j, _AT_ONCE)
+        if self.k % _AT_ONCE:
+            with e.for_range(whole, n, name="column") as j:
+                columns(j, 1)
 
     @contextmanager
     def results(self) -> Iterator[tuple[Value, Value, list[Value]]]:
@@ -182,112 +198,19 @@ class VectorProduct:
             yield row, token, [t.get() for t in totals]
 
 
-def _threads(type_name: str, k: int) -> int:
+def threads(type_name: str, k: int) -> int:
+    """Threads of a block of a ``VectorProduct``."""
     return ROWS * segments(weight_format(type_name), k).count
 
 
-class Finish:
-    """What follows the sums of a ``MatMul``: activation, bias, residual, store."""
+def vector_body(spec: MatMul | MatMulId, tile_of: Callable[[PtxEmitter], Tile], tokens: int) -> Callable[[PtxEmitter], None]:
+    """One unit of groups by ``tokens`` tokens."""
 
-    def __init__(self, spec: MatMul, e: PtxEmitter) -> None:
-        self.spec, self.e = spec, e
-        self.y, self.ldy = e.arg_ptr(2), e.arg_int(4)
-
-    def __call__(self, row: Value, token: Value, sums: Sequence[Value]) -> None:
-        e, b, spec = self.e, self.e.b, self.spec
-        (v,) = gated(e, spec.epilogue, [[s] for s in sums])
-        if spec.bias:
-            v = b.fadd(v, e.load(F32, e.at(e.arg_ptr(7), row, 4)))
-        if spec.epilogue == "add":
-            v = b.fadd(v, e.load(F32, e.at(e.arg_ptr(5), b.add(b.mul(token, e.arg_int(6)), row), 4)))
-        e.store(v, e.at(self.y, b.add(b.mul(token, self.ldy), row), 4))
-
-
-def units_of(spec: MatMul) -> int:
-    """Rows of groups of 16 (pairs of groups for gated products)."""
-    return -(-spec.n // (ROWS * spec.unit))
-
-
-def row_count(spec: MatMul, e: PtxEmitter) -> Value:
-    return e.i64(int(spec.rows)) if spec.rows.isdigit() else e.param(spec.rows)
-
-
-def row_stride(spec: MatMul, e: PtxEmitter) -> Value:
-    """Bytes between activation rows."""
-    if isinstance(weight_format(spec.format), FloatFormat):
-        return e.b.mul(e.arg_int(3), e.i64(4))
-    return e.i64(q8_record(spec.k).stride)
-
-
-def _vector_body(spec: MatMul, tokens: int) -> Callable[[PtxEmitter], None]:
     def body(e: PtxEmitter) -> None:
-        b = e.b
-        product = VectorProduct(e, spec.format, spec.k, spec.unit, tokens)
-        count, stride = row_count(spec, e), row_stride(spec, e)
-        size = product.format.group_bytes(spec.k)
-        finish = Finish(spec, e)
-        e.begin_tiles()
-        unit = b.urem(e.tile, e.i64(units_of(spec)))
-        first = b.mul(b.udiv(e.tile, e.i64(units_of(spec))), e.i64(tokens))
-        group = e.at(e.arg_ptr(0), unit, size * spec.unit)
-        last = b.sub(count, e.i64(1))
-        rows = [e.gep(e.arg_ptr(1), b.mul(e.imin(b.add(first, e.i64(t)), last), stride)) for t in range(tokens)]
-        product.add_up([e.gep(group, size * u) for u in range(spec.unit)], rows)
+        product, tile = VectorProduct(e, spec.format, spec.k, spec.unit, tokens), tile_of(e)
+        tile.begin()
+        product.add_up([tile.group(e.i64(u)) for u in range(spec.unit)], [tile.activations(e.i64(t)) for t in range(tokens)])
         with product.results() as (row, token, sums):
-            out = b.add(b.mul(unit, e.i64(ROWS)), row)
-            at = b.add(first, token)
-            exists = b.and_(b.icmp_signed("<", out, e.i64(spec.n // spec.unit)), b.icmp_signed("<", at, count))
-            with e.if_(exists):
-                finish(out, at, sums)
+            tile.store(e.i64(0), row, token, sums)
 
     return body
-
-
-def matmul(spec: MatMul) -> Form:
-    """One row at a time, four at a time, and tiles where there are many (integer formats)."""
-    from .product_halves import halves_entries
-    from .product_tiles import tile_entry
-
-    name, units, block = symbol(spec), units_of(spec), _threads(spec.format, spec.k)
-    floats = isinstance(weight_format(spec.format), FloatFormat)
-    fixed = int(spec.rows) if spec.rows.isdigit() else 0
-    if spec.format in ("f16", "bf16"):
-        return Form(tuple(halves_entries(spec, fixed)))
-    found = []
-    for suffix, tokens, low, high in (("_1", 1, 0, 1), (f"_{TOKENS}", TOKENS, 2, 0 if floats else TILE_FROM - 1)):
-        if fixed and not (low <= fixed and (not high or fixed <= high)):
-            continue
-        sym = "" if fixed else spec.rows
-        entry = Entry(
-            name + suffix, block, _vector_body(spec, tokens), grid=rows_factor(spec.rows, tokens, units), sym=sym, low=low, high=high
-        )
-        found.append(entry)
-    if not floats and (not fixed or fixed >= TILE_FROM):
-        found.append(tile_entry(spec))
-    return Form(tuple(found))
-
-
-def matmul_id(spec: MatMulId) -> Form:
-    """One block per (token, chosen expert, 16 rows)."""
-    groups = -(-spec.n // ROWS)
-
-    def body(e: PtxEmitter) -> None:
-        b = e.b
-        product = VectorProduct(e, spec.format, spec.k, spec.unit, 1)
-        floats = isinstance(product.format, FloatFormat)
-        stride = 4 * spec.k if floats else q8_record(spec.k).stride
-        e.begin_tiles()
-        g = b.urem(e.tile, e.i64(groups))
-        row = b.udiv(e.tile, e.i64(groups))  # token * n_used + chosen
-        expert = e.sext64(e.load(I32, e.at(e.arg_ptr(3), row, 4)))
-        matrices = [e.at(e.arg_ptr(i), expert, spec.expert_bytes) for i in ((0, 5) if spec.is_glu else (0,))]
-        source = b.udiv(row, e.i64(spec.n_used)) if spec.broadcast_x else row
-        size = product.format.group_bytes(spec.k)
-        product.add_up([e.at(matrix, g, size) for matrix in matrices], [e.at(e.arg_ptr(1), source, stride)])
-        with product.results() as (lane, _, sums):
-            out = b.add(b.mul(g, e.i64(ROWS)), lane)
-            with e.if_(b.icmp_signed("<", out, e.i64(spec.n))):
-                (v,) = gated(e, spec.epilogue, [[s] for s in sums])
-                e.store(v, e.at(e.at(e.arg_ptr(2), row, 4 * spec.n), out, 4))
-
-    return Form((Entry(symbol(spec) + "_1", _threads(spec.format, spec.k), body, grid=rows_factor(spec.rows, 1, spec.n_used * groups)),))

@@ -1,4 +1,4 @@
-"""The best entries of a row on a GPU, by a block of 256 threads: rows and choices of any length.
+"""The best entries of a row on a GPU, by a block of 256 threads: rows and choices of any length; sums over a block.
 
 An entry's *rank* is an i64 whose signed order is worst first; it holds the entry's index, so no two entries have the same rank.
 ``threshold`` finds the rank of the ``wanted``-th best entry by counting digits from the top: a digit of eight bits is a pass over the row,
@@ -8,8 +8,6 @@ and counting ends at the first digit whose whole bin is wanted, which for distin
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from llvmlite import ir
 
 from ggufc.codegen.emitter import I32, I64, Value
 
@@ -39,14 +37,78 @@ def index_of(e: PtxEmitter, rank: Value, ties: str = "lowest") -> Value:
     return low if ties == "highest" else e.b.sub(e.i64(INDEX_MASK), low)
 
 
+class BlockSums:
+    """Sums of i32 over the threads of a block; all methods must be reached by all threads."""
+
+    def __init__(self, e: PtxEmitter) -> None:
+        self.e = e
+        self.sums = e.shared(4 * (e.block // WARP), "sums")
+        self.total = e.shared(4, "total")
+
+    def before(self, v: Value) -> Value:
+        """The sum of ``v`` over the threads before this one."""
+        e, b = self.e, self.e.b
+        lane = b.and_(e.thread, e.i64(WARP - 1))
+        total = v
+        step = 1
+        while step < WARP:
+            other = e.shuffle_up(total, step)
+            total = b.add(total, b.select(b.icmp_signed(">=", lane, e.i64(step)), other, e.i32(0)))
+            step *= 2
+        earlier, _ = self._of_warps(total, WARP - 1)
+        return b.add(b.sub(total, v), earlier)
+
+    def of_warps(self, v: Value) -> tuple[Value, Value]:
+        """Sums of ``v``, one value per warp, over the warps before this one and over all."""
+        return self._of_warps(v, 0)
+
+    def _of_warps(self, v: Value, holder: int) -> tuple[Value, Value]:
+        """As ``of_warps``; lane ``holder`` has the value of its warp."""
+        e, b = self.e, self.e.b
+        warp = b.lshr(e.thread, e.i64(5))
+        with e.if_(b.icmp_signed("==", b.and_(e.thread, e.i64(WARP - 1)), e.i64(holder))):
+            e.store(v, e.at(self.sums, warp, 4))
+        e.barrier()
+        before = every = e.i32(0)
+        for w in range(e.block // WARP):
+            part = e.load(I32, e.gep(self.sums, 4 * w))
+            before = b.add(before, b.select(b.icmp_signed("<", e.i64(w), warp), part, e.i32(0)))
+            every = b.add(every, part)
+        e.barrier()
+        return before, every
+
+    def running(self, n: Value, value: Callable[[Value], Value], put: Callable[[Value, Value, Value], None]) -> Value:
+        """``put(i, v, before)`` for every i of 0..n-1, with v = ``value(i)`` (i32) and ``before`` (i64) the sum of those of smaller i;
+        returns the sum of all (i64).
+        """
+        e, b = self.e, self.e.b
+        sum_ = e.var(I64, e.i64(0))
+        with e.for_range(0, n, e.block, name="first") as first:
+            i = b.add(first, e.thread)
+            exists = b.icmp_signed("<", i, n)
+            mine = e.var(I32, e.i32(0))
+            with e.if_(exists):
+                mine.set(value(i))
+            v = mine.get()
+            before = self.before(v)
+            with e.if_(exists):
+                put(i, v, b.add(sum_.get(), b.zext(before, I64)))
+            with e.if_(b.icmp_signed("==", e.thread, e.i64(e.block - 1))):
+                e.store(b.add(before, v), self.total)
+            e.barrier()
+            sum_.set(b.add(sum_.get(), b.zext(e.load(I32, self.total), I64)))
+            e.barrier()
+        return sum_.get()
+
+
 class Ranking:
     """Counting and compaction over the threads of a block; all methods must be reached by all threads."""
 
     def __init__(self, e: PtxEmitter) -> None:
         self.e = e
         self.bins = e.shared(4 * BLOCK, "bins")
-        self.sums = e.shared(4 * (BLOCK // WARP), "sums")
         self.found = e.shared(16, "found")
+        self.sums = BlockSums(e)
 
     def threshold(self, rank: Rank, n: Value, wanted: Value) -> Value:
         """The rank that exactly ``wanted`` of the entries 0..n-1 reach; 1 <= wanted <= n."""
@@ -67,7 +129,7 @@ class Ranking:
             # Thread t takes bin 255 - t, so that a sum over the threads before it counts what is better.
             bin_ = b.sub(e.i64(BLOCK - 1), e.thread)
             count = e.load(I32, e.at(self.bins, bin_, 4))
-            better = self.before(count)
+            better = self.sums.before(count)
             rest = b.sub(b.trunc(left.get(), I32), better)
             with e.if_(b.and_(b.icmp_signed(">", rest, e.i32(0)), b.icmp_signed("<=", rest, count))):
                 e.store(b.trunc(bin_, I32), self.found)
@@ -83,45 +145,15 @@ class Ranking:
         e.barrier()
         return b.xor(prefix.get(), top)
 
-    def before(self, v: Value) -> Value:
-        """The sum (i32) of ``v`` over the threads before this one."""
-        e, b = self.e, self.e.b
-        lane = b.and_(e.thread, e.i64(WARP - 1))
-        total = v
-        step = 1
-        while step < WARP:
-            other = e.shuffle_up(total, step)
-            total = b.add(total, b.select(b.icmp_signed(">=", lane, e.i64(step)), other, e.i32(0)))
-            step *= 2
-        warp = b.lshr(e.thread, e.i64(5))
-        with e.if_(b.icmp_signed("==", lane, e.i64(WARP - 1))):
-            e.store(total, e.at(self.sums, warp, 4))
-        e.barrier()
-        inside = b.sub(total, v)
-        for w in range(BLOCK // WARP - 1):
-            earlier = e.load(I32, e.gep(self.sums, 4 * w))
-            inside = b.add(inside, b.select(b.icmp_signed("<", e.i64(w), warp), earlier, e.i32(0)))
-        e.barrier()
-        return inside
-
     def for_chosen(self, n: Value, chosen: Callable[[Value], Value], put: Callable[[Value, Value], None]) -> None:
         """``put(place, i)`` for the entries i of 0..n-1 that ``chosen`` names (an i1); places count up in the order of the entries."""
         e, b = self.e, self.e.b
-        placed = e.var(I64, e.i64(0))
-        with e.for_range(0, n, BLOCK, name="first") as first:
-            i = b.add(first, e.thread)
-            taken = e.var(ir.IntType(1), ir.Constant(ir.IntType(1), 0))
-            with e.if_(b.icmp_signed("<", i, n)):
-                taken.set(chosen(i))
-            flag = b.zext(taken.get(), I32)
-            place = self.before(flag)
-            with e.if_(taken.get()):
-                put(b.add(placed.get(), b.zext(place, I64)), i)
-            with e.if_(b.icmp_signed("==", e.thread, e.i64(BLOCK - 1))):
-                e.store(b.add(place, flag), self.found)
-            e.barrier()
-            placed.set(b.add(placed.get(), b.zext(e.load(I32, self.found), I64)))
-            e.barrier()
+
+        def place(i: Value, taken: Value, before: Value) -> None:
+            with e.if_(b.icmp_signed("!=", taken, e.i32(0))):
+                put(before, i)
+
+        self.sums.running(n, lambda i: b.zext(chosen(i), I32), place)
 
     def sort(self, ranks: Value, size: Value) -> None:
         """Best first: ``size`` (a power of two) i64 in shared memory at ``ranks``, by a bitonic network."""

@@ -26,7 +26,7 @@ from simt_translate import Translator
 __all__ = ["GlobalMemory", "Simt", "SimtError"]
 
 _END = re.compile(r"^(bra|ret|exit|bar\.sync|barrier\.sync|barrier\.cta\.sync)")
-_MEETING = re.compile(r"^(shfl\.sync|bar\.warp|mma\.sync|ldmatrix\.sync)")
+_MEETING = re.compile(r"^(shfl\.sync|vote\.sync|bar\.warp|mma\.sync|ldmatrix\.sync)")
 _BATCH_THREADS = 1 << 14
 
 Index = Any

@@ -1,4 +1,4 @@
-"""Instructions the lanes of a warp execute together: shuffles, tensor-core products, matrix loads, warp barriers."""
+"""Instructions the lanes of a warp execute together: shuffles, votes, tensor-core products, matrix loads, warp barriers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ class WarpInstructions(Operands):
             else:
                 other = own ^ by if kind == "bfly" else np.where(own % 32 >= by, own - by, own)
             put(s, idx, whole[other])
+
+        return run
+
+    def _vote(self, ins: Instruction, parts: list[str]) -> Runs:
+        if parts[1:] != ["sync", "ballot", "b32"] or int(ins.operands[2], 0) != -1:
+            raise SimtError(f"{self.function.name}: {ins.text!r} is outside the subset")
+        put, get = self.put(ins.operands[0]), self.get(ins.operands[1], "pred")
+
+        def run(s: _Run, idx: Index) -> None:
+            flags = np.broadcast_to(get(s, idx), s.log_thread[idx].shape).reshape(-1, 32)
+            masks = (flags.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
+            put(s, idx, np.repeat(masks, 32))
 
         return run
 

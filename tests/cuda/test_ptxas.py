@@ -49,7 +49,12 @@ CATALOGUE = [
     MatMul("f16", 4096, 4096, "gelu_glu", False, "T"),
     MatMul("bf16", 4096, 1000, "add", True, "T"),
     MatMul("f32", 4096, 256, "none", False, "T"),
-    MatMulId("q4_k", 2048, 768, 128, 8, True),
+    MatMul("f32", 250, 64, "silu_glu", False, "T"),
+    MatMulId("q4_k", 2048, 768, 128, 8, True, epilogue="silu_glu"),
+    MatMulId("q5_k", 2048, 2048, 512, 8, True, epilogue="silu_glu"),
+    MatMulId("q6_k", 768, 2048, 128, 8, False),
+    MatMulId("f16", 768, 2048, 64, 6, True, epilogue="silu_glu"),
+    MatMulId("f32", 768, 2048, 64, 6, False),
     Quantize(4096, "q8_2", True, 1e-5),
     Quantize(14336, "q8_k", False, 0.0),
     GetRows("q4_k", 4096),
@@ -124,7 +129,9 @@ def test_every_form_assembles(sm):
 @pytest.mark.parametrize("sm", ["sm_80", "sm_90"])
 def test_every_weight_type_assembles(sm):
     types = [t for t in known_formats() if kernel_name(t) == t]
-    check([MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types] + [GetRows(t, 4096) for t in types], sm)
+    products = [MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types]
+    experts = [MatMulId(t, 2048, 768, 256, 8, True, epilogue="silu_glu") for t in types]
+    check([*products, *experts, *[GetRows(t, 4096) for t in types]], sm)
 
 
 def test_the_catalogue_has_every_form():
