@@ -1,7 +1,8 @@
 """A performance model on paper: what a schedule moves and computes, and the time a machine's limits allow.
 
-Counts come from the schedule's own steps (``Step.bytes``, ``Step.flops``); attention, whose work depends on the context, is counted here
-from its shape. A launch takes the larger of its memory and its arithmetic time, and at least ``launch`` seconds.
+Counts come from the schedule's own steps (``Step.bytes``, ``Step.flops``); attention, whose work depends on the context, and products with
+experts, which read those that were chosen, are counted here from their shapes. A launch takes the larger of its memory and its arithmetic
+time, and at least ``launch`` seconds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from ggufc.codegen.kernels.base import KernelSpec
 from ggufc.codegen.kernels.matmul import MatMul
 from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.schedule import Schedule, Step
-from ggufc.codegen.weights import activation_mode, weight_format
+from ggufc.codegen.weights import activation_mode, q8_record, weight_format
 from ggufc.formats.artifact import evaluate
 
 from .attention import token_block
+from .expert_tiles import tile_from
 from .products import TILE_FROM
 
 
@@ -102,7 +104,20 @@ def _work(step: Step, env: Mapping[str, int]) -> tuple[float, float]:
         together = token_block(spec)
         cache = evaluate(step.bytes, values) * seen / env["R"] / (together if env["T"] >= together else 1)
         return cache + 4.0 * env["T"] * spec.n_head * (spec.d + spec.dv), 2.0 * spec.n_head * (spec.d + spec.dv) * seen
+    if isinstance(spec, MatMulId):
+        return _expert_bytes(spec, env), float(evaluate(step.flops, values))
     return float(evaluate(step.bytes, values)), float(evaluate(step.flops, values))
+
+
+def _expert_bytes(spec: MatMulId, env: Mapping[str, int]) -> float:
+    """Weights of the experts that tokens choosing evenly at random may be expected to choose, once each; activations and results."""
+    tokens = int(spec.rows) if spec.rows.isdigit() else env[spec.rows]
+    chosen = spec.n_expert * (1 - (1 - spec.n_used / spec.n_expert) ** tokens)
+    mode = activation_mode(spec.format)
+    row = 4 * spec.k if mode == "f32" else q8_record(spec.k).stride
+    rows = tokens * (1 if spec.broadcast_x else spec.n_used)
+    weights = chosen * spec.unit * weight_format(spec.format).packed_bytes(spec.k, spec.n)
+    return weights + rows * row + 4.0 * tokens * spec.n_used * spec.n
 
 
 def _arithmetic(step: Step, machine: Machine, tokens: int, operations: float) -> float:
@@ -114,7 +129,7 @@ def _arithmetic(step: Step, machine: Machine, tokens: int, operations: float) ->
         return operations / machine.f32
     format = weight_format(spec.format)
     scaling = operations / 2 / format.group * (4 if format.has_min else 3) / (machine.f32 / 2)
-    tiles = isinstance(spec, MatMul) and spec.rows == "T" and tokens >= TILE_FROM
+    tiles = spec.rows == "T" and tokens >= (TILE_FROM if isinstance(spec, MatMul) else tile_from(spec, TILE_FROM))
     return max(operations / (machine.tensor if tiles else machine.dp4a), scaling)
 
 
