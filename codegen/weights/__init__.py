@@ -1,8 +1,8 @@
 """Interleaved weight layouts: what a tensor becomes at compile time and how kernels unpack it.
 
 ``base`` defines a format; ``floats``, ``blocks32``, ``kquants``, ``twins`` (ik_llama.cpp's own types) and ``grids`` (the types with
-codebooks) hold them. ``tables`` looks codes up in tables of values, ``codebooks`` and ``codebooks_bytes`` indices in codebooks;
-``activations`` is the record an activation row is rounded to. ``weight_format(name)`` finds a format.
+codebooks) hold them. ``tables`` looks codes up in tables of values, ``codebooks`` and ``codebooks_bytes`` indices in codebooks, ``staged``
+cuts long ones into two tables; ``activations`` is the record an activation row is rounded to. ``weight_format(name)`` finds a format.
 """
 
 from __future__ import annotations

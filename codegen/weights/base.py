@@ -99,6 +99,9 @@ class WeightFormat:
     """Largest product of a code and its integer scale where it is a byte up to 127: batches then multiply scaled codes."""
     prefetch: ClassVar[bool] = False
     """Whether one-token products ask for memory ahead: worth it where unpacking is so long that few loads are on their way."""
+    dense: ClassVar[bool] = False
+    """Whether codes follow the scales of a chunk without a gap, off the cache lines by half of one: where the gap is more than a type may
+    grow by."""
     light: ClassVar[bool] = False
     """Whether vectors of 16 lanes unpack faster than they multiply: then every block of tokens unpacks weights anew."""
 
@@ -121,15 +124,16 @@ class WeightFormat:
     def chunk_head(self, k: int) -> int:
         """Bytes of a chunk before its codes."""
         size = self.super_bytes + self.chunk_blocks(k) * self.scale_bytes
-        return (size + 63) // 64 * 64 if self.super_bytes else size
+        return (size + 63) // 64 * 64 if self.super_bytes and not self.dense else size
 
     def chunk_bytes(self, k: int) -> int:
         """Bytes of a chunk of 16 rows."""
         return self.chunk_head(k) + self.chunk_blocks(k) * self.code_bytes
 
     def group_bytes(self, k: int) -> int:
-        """Bytes of 16 rows of ``k`` columns, a multiple of 64."""
-        return (k // 32 // self.chunk_blocks(k) * self.chunk_bytes(k) + 63) // 64 * 64
+        """Bytes of 16 rows of ``k`` columns, a multiple of 64 (of 32 where chunks are dense)."""
+        size = k // 32 // self.chunk_blocks(k) * self.chunk_bytes(k)
+        return size if self.dense else (size + 63) // 64 * 64
 
     def packed_bytes(self, k: int, n: int) -> int:
         """Bytes of ``n`` repacked rows."""

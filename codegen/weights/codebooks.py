@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llvmlite import ir
 
 from ggufc.codegen.emitter import I1, I8, I16, I32, I64, PTR, Emitter, Value, vec
 from ggufc.codegen.weights.base import masked
+from ggufc.codegen.weights.staged import Staged
 
 _PERMUTED = 1024
 """Books up to this size are permuted in registers: beyond, gathers are faster."""
 
 
-def look_up(
-    e: Emitter, name: str, entries: Sequence[int], words: Sequence[Value], high: Value | None, high_bits: int, high_step: int = 0
-) -> list[Value]:
-    """Entries (16 bits, four nibbles) of the indices of a block, as quads with a nibble per byte.
+@dataclass(frozen=True)
+class Codebook:
+    """A table of ``entries`` (16 bits, four nibbles) for indices of ``8 + high_bits`` bits.
 
-    ``words``: <n x i32>, four low bytes of indices each. ``high``: <n x i32>, the ``high_bits`` bits beyond them, index i's at bit
-    ``i * high_step`` (default: side by side); other bits may be anything.
+    ``high_step``: bits from the high bits of one index to those of the next. ``stages``: the same entries in two short tables.
     """
-    high_step = high_step or high_bits
-    if e.target.lanes == 16 and len(entries) <= _PERMUTED:
-        return _permuted(e, name, entries, words, high, high_bits, high_step)
-    table = e.global_const(I32, [_spread(v) for v in entries], f"book_{name}")
+
+    name: str
+    entries: tuple[int, ...]
+    high_bits: int
+    high_step: int
+    stages: Staged | None = None
+
+
+def look_up(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | None) -> list[Value]:
+    """Entries of the indices of a block, as quads with a nibble per byte.
+
+    ``words``: <n x i32>, four low bytes of indices each. ``high``: <n x i32>, the high bits of the indices one after the other; what lies
+    between or above them may be anything.
+    """
+    if e.target.lanes == 16 and (book.stages or len(book.entries) <= _PERMUTED):
+        return _permuted(e, book, words, high)
+    table = e.global_const(I32, [_spread(v) for v in book.entries], f"book_{book.name}")
     out = []
     for w, word in enumerate(words):
         for i in range(4):
             index = e.b.and_(_shifted(e, word, -8 * i), e.const(word.type, 255))
             if high is not None:
-                part = _shifted(e, high, -(4 * w + i) * high_step)
-                part = e.b.and_(part, e.const(word.type, (1 << high_bits) - 1))
+                part = _shifted(e, high, -(4 * w + i) * book.high_step)
+                part = e.b.and_(part, e.const(word.type, (1 << book.high_bits) - 1))
                 index = e.b.or_(index, e.b.shl(part, e.const(word.type, 8)))
             out.append(_gather(e, table, index))
     return out
@@ -69,14 +82,9 @@ def _gather(e: Emitter, table: Value, index: Value) -> Value:
     return out
 
 
-def _permuted(
-    e: Emitter, name: str, entries: Sequence[int], words: Sequence[Value], high: Value | None, high_bits: int, high_step: int
-) -> list[Value]:
+def _permuted(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | None) -> list[Value]:
     """Two indices of a row per word of 16 bits and look-up; the entry is then spread over the bytes of the row."""
     b, halves, bytes_ = e.b, vec(I16, 32), vec(I8, 64)
-    # Nibbles of columns 0 and 2 in the lower byte, of 1 and 3 in the upper one: what a shift of every other word leaves in place.
-    swapped = [v & 0xF00F | (v >> 4 & 0x00F0) | (v << 4 & 0x0F00) for v in entries]
-    table = e.global_const(I16, [v - (v >> 15 << 16) for v in swapped], f"book16_{name}")
     shifts = e.const_vec(I16, [0, 4] * 16)
     out: list[Value] = []
     for w, word in enumerate(words):
@@ -85,9 +93,11 @@ def _permuted(
             index = masked_halves(e, word, first)
             if high is not None:
                 for at, i in ((8, first), (24, first + 2)):
-                    piece = _shifted(e, high, at - (4 * w + i) * high_step)
-                    index = b.or_(index, b.and_(piece, e.const(word.type, ((1 << high_bits) - 1) << at)))
-            found[first] = b.bitcast(_choose(e, table, b.bitcast(index, halves), len(entries)), bytes_)
+                    piece = _shifted(e, high, at - (4 * w + i) * book.high_step)
+                    index = b.or_(index, b.and_(piece, e.const(word.type, ((1 << book.high_bits) - 1) << at)))
+            index = b.bitcast(index, halves)
+            entry = _in_stages(e, book.name, book.stages, index) if book.stages else _choose(e, _table(e, book.name, book.entries), index)
+            found[first] = b.bitcast(entry, bytes_)
         for i in range(4):
             lane = [4 * d + 2 * (i // 2) + j % 2 for d in range(16) for j in range(4)]
             twice = b.bitcast(e.shuffle(found[i % 2], None, lane), halves)
@@ -100,11 +110,33 @@ def masked_halves(e: Emitter, word: Value, first: int) -> Value:
     return e.b.and_(_shifted(e, word, -8 * first), e.const(word.type, 0x00FF00FF))
 
 
-def _choose(e: Emitter, table: Value, index: Value, size: int) -> Value:
+def _swapped(entry: int) -> int:
+    """Nibbles of columns 0 and 2 in the lower byte, of 1 and 3 in the upper one: what a shift of every other word leaves in place."""
+    return entry & 0xF00F | (entry >> 4 & 0x00F0) | (entry << 4 & 0x0F00)
+
+
+def _table(e: Emitter, name: str, entries: Sequence[int]) -> list[Value]:
+    """Registers of a constant table of swapped entries."""
+    swapped = [_swapped(v) for v in entries]
+    table = e.global_const(I16, [v - (v >> 15 << 16) for v in swapped], f"book16_{name}")
+    return [e.load(vec(I16, 32), e.gep(table, 2 * i), 64) for i in range(0, len(entries), 32)]
+
+
+def _in_stages(e: Emitter, name: str, stages: Staged, index: Value) -> Value:
+    """The entries of indices whose upper byte is a nibble. Swapping leaves the class where it is, in bits 12 to 14."""
+    b, ty = e.b, index.type
+    first = _choose(e, _table(e, name, stages.first), index)
+    chosen = b.and_(b.lshr(first, e.const(ty, 8)), e.const(ty, len(stages.second) - 1 & 0xF0))
+    second = _choose(e, _table(e, f"{name}_second", [v << 8 for v in stages.second]), b.or_(chosen, b.lshr(index, e.const(ty, 8))))
+    return b.xor(first, second)
+
+
+def _choose(e: Emitter, registers: Sequence[Value], index: Value) -> Value:
     """<32 x i16> entries: a permute of two registers finds one in 64; the bits above choose among the results."""
     b, ty = e.b, index.type
+    if len(registers) == 1:
+        registers = [registers[0], registers[0]]
     permute = e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", ty, [ty, ty, ty])
-    registers = [e.load(ty, e.gep(table, 64 * i), 64) for i in range(size // 32)]
     found = [b.call(permute, [registers[i], index, registers[i + 1]]) for i in range(0, len(registers), 2)]
     bit = 64
     while len(found) > 1:

@@ -8,33 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggufc.codegen.emitter import I8, I64, Emitter, Value, vec
+from ggufc.codegen.emitter import I8, I16, I32, I64, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import masked
+from ggufc.codegen.weights.codebooks import Codebook
 
 _BYTES = vec(I8, 64)
 
 
 def signed_by_bytes(
-    e: Emitter,
-    name: str,
-    entries: Sequence[int],
-    words: Sequence[Value],
-    high: Value | None,
-    high_bits: int,
-    signs: Value,
-    columns: int,
-    values: Sequence[int],
+    e: Emitter, book: Codebook, words: Sequence[Value], high: Value | None, signs: Value, columns: int, values: Sequence[int]
 ) -> list[Value]:
     """The eight quads of a block: ``values[code]`` (an offset plus a magnitude), or its mirror about the offset 64 where the sign is set.
 
-    ``entries``, ``words``, ``high``, ``high_bits``: as in ``codebooks.look_up``. ``signs``: bit q of byte c belongs to column 4 q + c.
+    ``words``, ``high``: as in ``codebooks.look_up``. ``signs``: bit q of byte c belongs to column 4 q + c.
     """
     mirror = [128 - v for v in values]
     quads: list[Value] = []
     for w, word in enumerate(words):
-        lower, upper = _entries(e, name, entries, e.b.bitcast(word, _BYTES), _high_bytes(e, high), 4 * w, high_bits)
-        even, odd = _halves(e, lower, upper)
+        even, odd = _halves(e, *_entries(e, book, e.b.bitcast(word, _BYTES), high, w))
         for i in range(4):
             nibbles = _spread(e, odd if i % 2 else even, 16 * (i // 2))
             index = 4 * w + i
@@ -52,50 +44,68 @@ def signed_by_bytes(
     return quads
 
 
-def _entries(
-    e: Emitter, name: str, entries: Sequence[int], index: Value, high: Value | None, first: int, high_bits: int
-) -> tuple[Value, Value]:
-    """Lower and upper bytes of the entries."""
+def _entries(e: Emitter, book: Codebook, index: Value, high: Value | None, word: int) -> tuple[Value, Value]:
+    """Lower and upper bytes of the entries of the four indices of a word."""
+    b = e.b
+    if book.stages:
+        lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in book.stages.first], part, index) for part in range(2))
+        class_mask = e.const(_BYTES, len(book.stages.second) - 1 & 0xF0)
+        nibbles = b.bitcast(_fields(e, high, 16 * word, book.high_step), _BYTES)
+        key = b.or_(b.and_(upper, class_mask), b.and_(nibbles, e.const(_BYTES, 15)))
+        return lower, b.xor(upper, b.bitcast(tables.lookup64(e, key, book.stages.second * (64 // len(book.stages.second))), _BYTES))
+    bits = []
+    if high is not None:
+        bytes_ = _high_bytes(e, high)
+        for i in range(book.high_bits):
+            place = [_signed(1 << book.high_step * (4 * word + j) + i) for j in range(4)] * 16
+            bits.append(b.icmp_unsigned("!=", b.and_(bytes_, e.const_vec(I8, place)), e.const(_BYTES, 0)))
+    lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in book.entries], part, index, bits) for part in range(2))
+    return lower, upper
+
+
+def _choose(e: Emitter, name: str, entries: Sequence[int], part: int, index: Value, above: Sequence[Value] = ()) -> Value:
+    """``entries[index]`` of bytes, where ``above`` are the bits of the indices beyond eight: each permute finds one in 128."""
     b = e.b
     permute = e.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
-    chunks = len(entries) // 128
-    bits = [b.icmp_signed("<", index, e.const(_BYTES, 0))]
-    for i in range(high_bits):
-        place = [1 << (high_bits * (first + j) + i) for j in range(4)] * 16
-        chosen = b.and_(high, e.const_vec(I8, [v - 256 if v > 127 else v for v in place]))
-        bits.append(b.icmp_unsigned("!=", chosen, e.const(_BYTES, 0)))
-    out = []
-    for part in range(2):
-        table = e.global_const(I8, [_signed(v >> 8 * part & 0xFF) for v in entries], f"book8_{part}_{name}")
-        registers = [e.load(_BYTES, e.gep(table, 64 * i), 64) for i in range(2 * chunks)]
-        found = [b.call(permute, [registers[2 * i], index, registers[2 * i + 1]]) for i in range(chunks)]
-        for bit in bits:
-            found = [b.select(bit, hi, lo) for lo, hi in zip(found[::2], found[1::2])]
-        out.append(b.bitcast(found[0], vec(I64, 8)))
-    return out[0], out[1]
+    table = e.global_const(I8, [_signed(v) for v in entries], f"book8_{part}_{name}")
+    registers = [e.load(_BYTES, e.gep(table, i), 64) for i in range(0, len(entries), 64)]
+    found = [b.call(permute, [registers[i], index, registers[i + 1]]) for i in range(0, len(registers), 2)]
+    for bit in (b.icmp_signed("<", index, e.const(_BYTES, 0)), *above):
+        found = [b.select(bit, hi, lo) for lo, hi in zip(found[::2], found[1::2])]
+    return found[0]
 
 
-def _high_bytes(e: Emitter, high: Value | None) -> Value | None:
+def _fields(e: Emitter, words: Value, first: int, step: int) -> Value:
+    """Bits ``first``, ``first + step``, ... of each lane at the bottom of its four bytes; what lies above may be anything."""
+    control = e.const_vec(I8, [32 * (i // 4 % 2) + first + step * (i % 4) for i in range(64)])
+    return e.b.bitcast(_multishift(e, control, e.b.bitcast(words, vec(I64, 8))), words.type)
+
+
+def _high_bytes(e: Emitter, high: Value) -> Value:
     """The lowest byte of each row in all four bytes of its lane."""
-    if high is None:
-        return None
     return e.shuffle(e.b.bitcast(high, _BYTES), None, [4 * (i // 4) for i in range(64)])
 
 
 def _halves(e: Emitter, lower: Value, upper: Value) -> tuple[Value, Value]:
     """Entries of 16 bits: those of the even and of the odd indices of a row."""
-    b, ty = e.b, lower.type
-    mask, eight = e.const(ty, 0x00FF00FF00FF00FF), e.const(ty, 8)
-    even = b.or_(b.and_(lower, mask), b.shl(b.and_(upper, mask), eight))
-    odd = b.or_(b.and_(b.lshr(lower, eight), mask), b.and_(upper, e.const(ty, -0x00FF00FF00FF0100)))
-    return even, odd
+    b, ty = e.b, vec(I16, 32)
+    lower, upper = b.bitcast(lower, ty), b.bitcast(upper, ty)
+    low, eight = e.const(ty, 0x00FF), e.const(ty, 8)
+    even = b.or_(b.and_(lower, low), b.shl(upper, eight))
+    odd = b.or_(b.lshr(lower, eight), b.and_(upper, e.const(ty, -0x0100)))
+    return b.bitcast(even, vec(I64, 8)), b.bitcast(odd, vec(I64, 8))
 
 
 def _spread(e: Emitter, entries: Value, at: int) -> Value:
     """The four nibbles of the entry at bit ``at`` of each lane to its bytes; upper halves of the bytes hold anything."""
     control = e.const_vec(I8, [32 * (i // 4 % 2) + at + 4 * (i % 4) for i in range(64)])
+    return e.b.bitcast(_multishift(e, control, entries), vec(I32, 16))
+
+
+def _multishift(e: Emitter, control: Value, words: Value) -> Value:
+    """Eight bits from any place of a quadword to each of its bytes."""
     fn = e.intrinsic("llvm.x86.avx512.pmultishift.qb.512", _BYTES, [_BYTES, _BYTES])
-    return e.b.bitcast(e.b.call(fn, [control, e.b.bitcast(entries, _BYTES)]), vec(e.i32(0).type, 16))
+    return e.b.call(fn, [control, e.b.bitcast(words, _BYTES)])
 
 
 def _select(e: Emitter, codes: Value, signs: Value, code_mask: int) -> Value:

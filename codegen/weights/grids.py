@@ -1,8 +1,8 @@
 """The grid types: an index into a codebook of four or eight columns at once, and a sign per column or an offset per block.
 
-The layout keeps indices and signs as they are: low bytes of indices, their higher bits in a field, signs as a plane of bits. Kernels
-look indices up in a constant table of the image (``codebooks``). An entry holds a nibble per column of a quad; the nibble of an eight
-holds the codes of columns c and c + 4.
+The layout keeps indices and signs as they are: low bytes of indices, their higher bits in a field, signs as a plane of bits. Indices of
+long books are other numbers, of two short tables (``staged``). Kernels look indices up in constant tables of the image (``codebooks``).
+An entry holds a nibble per column of a quad; the nibble of an eight holds the codes of columns c and c + 4.
 
 What goes into the layout comes from the reference unpacking in ``formats.quants`` (spec: quantised tensor types, section 4): codes are
 searched in the book, scales divided by ``d``, so this file knows nothing about the blocks of a file but where ``d`` lies.
@@ -11,7 +11,7 @@ searched in the book, scales divided by ``d``, so this file knows nothing about 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from ggufc.codegen.weights.base import (
     pack1,
     pick,
 )
-from ggufc.codegen.weights.codebooks import look_up
+from ggufc.codegen.weights.codebooks import Codebook, look_up
 from ggufc.codegen.weights.codebooks_bytes import signed_by_bytes
+from ggufc.codegen.weights.staged import NIBBLE_BITS, parity_classes, staged
 from ggufc.codegen.weights.twins import Scaled, integer_scales
 from ggufc.formats.quants import codes
 from ggufc.formats.quants.tables import grid
@@ -41,7 +42,7 @@ from ggufc.formats.quants.tables import grid
 @dataclass(frozen=True)
 class Book:
     """``columns`` per index, ``high`` bits of an index beyond eight, the magnitudes codes stand for, and ``denominator``: the scale of a
-    group is d * (2 n + 1) / denominator."""
+    group is d * (2 n + 1) / denominator. Where ``high`` is ``staged.NIBBLE_BITS``, indices are those of two short tables."""
 
     columns: int
     high: int
@@ -53,7 +54,7 @@ _EIGHTS = (8, 25, 43)
 BOOKS = {
     "iq2_xxs": Book(8, 0, _EIGHTS, 8),
     "iq2_xs": Book(8, 1, _EIGHTS, 8),
-    "iq2_s": Book(8, 2, _EIGHTS, 8),
+    "iq2_s": Book(8, NIBBLE_BITS, _EIGHTS, 8),
     "iq3_xxs": Book(4, 0, (4, 12, 20, 28, 36, 44, 52, 62), 4),
     "iq3_s": Book(4, 1, (1, 3, 5, 7, 9, 11, 13, 15), 1),
     "iq1_s": Book(8, 3, (-1, 0, 1), 8),
@@ -72,9 +73,15 @@ class Grid(Scaled):
         self.index_words = 8 // self.book.columns
         order = {m: i for i, m in enumerate(self.book.magnitudes)}
         rows = np.vectorize(order.__getitem__)(grid(type_name).astype(int))
-        self._entries = [self._entry(row) for row in rows.tolist()]
+        self.ranks = rows.astype(np.uint8)
+        words = [self._entry(row) for row in rows.tolist()]
+        index = list(range(len(words)))
+        self.codebook = Codebook(type_name, tuple(words), self.book.high, self.book.high)
+        if self.book.high == NIBBLE_BITS:
+            stages, index = staged(words, parity_classes(len(self.book.magnitudes)))
+            self.codebook = Codebook(type_name, tuple(stages.entries()), NIBBLE_BITS, NIBBLE_BITS, stages)
         self._found = np.zeros(1 << 16, np.uint16)
-        self._found[self._keys(rows.astype(np.uint16))] = np.arange(len(rows), dtype=np.uint16)
+        self._found[self._keys(rows.astype(np.uint16))] = index
 
     def _keys(self, ranks: np.ndarray) -> np.ndarray:
         """One number per group of columns: [..., columns] to [...]."""
@@ -114,7 +121,7 @@ class Grid(Scaled):
     def nibbles(self, e: Emitter, c: Cursor, high: Value | None) -> list[Value]:
         """Entries of all indices of a block, a nibble per byte."""
         words = [load_word(e, c, w) for w in range(self.index_words)]
-        return look_up(e, self.type_name, self._entries, words, high, self.book.high)
+        return look_up(e, self.codebook, words, high)
 
 
 class Signed(Grid):
@@ -128,10 +135,12 @@ class Signed(Grid):
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
         self.code_bytes = 64 * (self.index_words + 1)  # type: ignore[misc]
-        self._high_field = self.book.high * self.index_words * 4 > 4  # a byte; fewer bits are a nibble
+        high = self.book.high * self.index_words * 4
+        self._high_field = high // 8  # bytes; four bits are a nibble of a word instead
         self.scale_bytes = ROWS * ((self.group == 16) + self._high_field)  # type: ignore[misc]
         self._nibble_words = (self.group == 32) + (self.book.high > 0 and not self._high_field)
         self.super_bytes = 32 + 64 * self._nibble_words  # type: ignore[misc]
+        self.dense = self._high_field == 2  # type: ignore[misc]
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         code, scale, _, _ = codes(self.type_name, raw, k)
@@ -147,7 +156,7 @@ class Signed(Grid):
         else:
             supers.append(_nibble_word(n))
         if self._high_field:
-            fields.append(self.high_bits(index).astype(np.uint8))
+            fields.append(self.high_bits(index).astype(np.uint8 if self._high_field == 1 else np.uint16))
         elif self.book.high:
             supers.append(_nibble_word(self.high_bits(index)))
         negative = pack1((code < 0).astype(np.uint8).reshape(len(raw), k // 32, 32))
@@ -163,14 +172,15 @@ class Signed(Grid):
             steps = [b.and_(_nibble(e, c, 32), e.const(ints, 15))]
         high = None
         if self._high_field:
-            high = b.zext(load_field(e, c.scales, ROWS * (self.group == 16), I8, 1, c.part), ints)
+            element = I8 if self._high_field == 1 else I16
+            high = b.zext(load_field(e, c.scales, ROWS * (self.group == 16), element, self._high_field, c.part), ints)
         elif self.book.high:
             high = _nibble(e, c, 32 + 64 * (self._nibble_words - 1))
         signs = load_word(e, c, self.index_words)
         if tables.byte_permutes(e):
             words = [load_word(e, c, w) for w in range(self.index_words)]
             by_code = [self.offset + m for m in self.book.magnitudes]
-            quads = signed_by_bytes(e, self.type_name, self._entries, words, high, self.book.high, signs, self.book.columns, by_code)
+            quads = signed_by_bytes(e, self.codebook, words, high, signs, self.book.columns, by_code)
         elif self.book.columns == 4:
             quads = self._four(e, self.nibbles(e, c, high), signs)
         else:
@@ -211,6 +221,7 @@ class Ternary(Grid):
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
         self._one = type_name == "iq1_s"
+        self.codebook = replace(self.codebook, high_step=3 if self._one else 4)
         self.scale_bytes = 32 if self._one else 48  # type: ignore[misc]
 
     def stored_d(self, raw: np.ndarray, k: int) -> np.ndarray:
@@ -243,7 +254,7 @@ class Ternary(Grid):
             byte = b.zext(load_field(e, c.scales, 32, I8, 1, c.part), ints)
             steps = [b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4))]
         words = [load_word(e, c, 0)]
-        nibbles = look_up(e, self.type_name, self._entries, words, field, 3, 3 if self._one else 4)
+        nibbles = look_up(e, self.codebook, words, field)
         values = [self.offset + 1 + 8 * (i - 1) for i in range(4)]
         first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
         quads = []
