@@ -93,13 +93,14 @@ def tensors(file: GGUFFile) -> list[Data]:
 
 def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: int = 1) -> Data:
     """An artifact: sections, code, caches and every program's buffers at the given limits."""
-    from ggufc.runtime.binding import Limits, pad
     from ggufc.runtime.caches import CacheLayout
+    from ggufc.runtime.sizes import Sizes
 
     manifest = artifact.manifest
-    limits = Limits(n_ubatch, pad(n_ctx), n_seq_max)
+    wanted = Sizes(n_ctx, n_ubatch, n_seq_max)
+    limits = wanted.limits
     env = limits.env()
-    layout = CacheLayout(artifact, limits.n_cells, n_seq_max=n_seq_max)
+    layout = CacheLayout(artifact, wanted)
     caches = [
         {
             "name": cache.name,
@@ -167,7 +168,7 @@ def attention_reads(manifest: fmt.Manifest, program: fmt.Program, contexts: Sequ
 
     Counted from the launches. Where attention reads windows or chosen rows the numbers do not grow; unfused attention is not counted.
     """
-    from ggufc.runtime.binding import Limits
+    from ggufc.runtime.sizes import Limits
 
     out = []
     for n_cells in contexts:

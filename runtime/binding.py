@@ -8,8 +8,7 @@ arguments (fixups), and the symbols of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -23,11 +22,9 @@ from .caches import Caches
 from .errors import RuntimeRefusal
 from .memory import ALIGNMENT, align
 from .rows import of_cells
-from .state_inputs import input_values, symbols
+from .sizes import Limits, Sizes
+from .state_inputs import input_values
 from .windows import REDIRECTED, SUFFIX, redirected
-
-CACHE_PAD = 256
-"""Cells are allocated, and visible lengths rounded, in multiples of this (attention walks the cache in tiles)."""
 
 _INDEX = {name: i for i, name in enumerate(abi.PARAMS)}
 _MAX_MULT = 1 << 24  # with at most 2^24 tokens, tiles still fit the 32 bits of a claim word
@@ -42,25 +39,6 @@ _INPUTS = {
     "visible": ("i32", 3, "T"),
 }
 """Kind -> type, values per unit (0 = the model's n_embd) and the symbol that counts units."""
-
-
-def pad(n: int, to: int = CACHE_PAD) -> int:
-    return -(-n // to) * to
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Largest sizes a bound program must serve: ``n_ubatch`` tokens, ``n_cells`` cells, ``n_seq_max`` sequences."""
-
-    n_ubatch: int
-    n_cells: int
-    n_seq_max: int = 1
-
-    def env(self) -> dict[str, int]:
-        # Sequences may share cells, so each list of the batch can be as long as the cache.
-        lists = min(self.n_seq_max, self.n_ubatch)
-        common = {"T": self.n_ubatch, "O": self.n_ubatch, "C": self.n_cells, "KV": self.n_cells, "R": self.n_cells * lists}
-        return common | symbols(self.n_ubatch, self.n_cells, self.n_seq_max)
 
 
 class BoundProgram(Protocol):
@@ -110,23 +88,29 @@ class Binding:
 
     artifact: Artifact
     program: fmt.Program
+    sizes: Sizes
     limits: Limits
     inputs: dict[str, np.ndarray]
     input_specs: dict[str, fmt.Input]
     params: np.ndarray
-    window_rows = 0
     n_evals = 0
     own: Collection[int]
     """Launches that run here: all, unless a program is divided between memories (``cuda.offload``)."""
 
     def _describe(
-        self, artifact: Artifact, program: str, limits: Limits, own: Collection[int] | None = None, alignment: int = ALIGNMENT
+        self, artifact: Artifact, program: str, sizes: Sizes, own: Collection[int] | None = None, alignment: int = ALIGNMENT
     ) -> None:
         """Look the program up and compute its sizes; RuntimeRefusal or ArtifactError for what cannot be bound."""
-        self.artifact, self.program, self.limits = artifact, artifact.program(program), limits
+        self.artifact, self.program, self.sizes, self.limits = artifact, artifact.program(program), sizes, sizes.limits
         self.own = range(len(self.program.launches)) if own is None else own
-        self._most = limits.env()
+        self._most = self.limits.env()
         self.input_specs = {spec.name: spec for spec in self.program.inputs}
+        self._buffer_specs = dict(self.input_specs)
+        if sizes.window_rows:
+            self._buffer_specs |= {name + SUFFIX: spec for name, spec in self.input_specs.items() if spec.kind in REDIRECTED}
+        caches = artifact.manifest.caches
+        self._windowed = {cache.name for cache in caches if cache.window and sizes.window_rows}
+        self._apart = {cache.name for cache in caches if not of_cells(cache)}
         self.params = np.array([self._most[name] for name in abi.PARAMS], np.int64)
         self._places: dict[tuple[str, str], tuple[int, int]] = {}
         self._first_arg: list[int] = []
@@ -145,10 +129,13 @@ class Binding:
             return range(len(self._slot_bytes))
         return {arg.value for i in self.own for arg in self.program.launches[i].args if arg.kind == "slot"}
 
+    def input_of(self, buffer: str) -> fmt.Input:
+        """The input an input buffer is for: its own, or that of its copy for compacted caches."""
+        return self._buffer_specs[buffer]
+
     def names(self, kind: str) -> list[str]:
         """What the arguments of own launches name, in order of first use."""
-        launches = self.program.launches
-        return list(dict.fromkeys(arg.name for i in sorted(self.own) for arg in launches[i].args if arg.kind == kind))
+        return list(dict.fromkeys(arg.name for i in sorted(self.own) for arg in self._arguments_of(i) if arg.kind == kind))
 
     # Sizes
 
@@ -191,15 +178,25 @@ class Binding:
 
     # Arguments
 
-    def _resolved(self, n_kernels: int, windowed: Set[str] = frozenset()) -> list[int]:
+    def _arguments_of(self, index: int) -> list[fmt.Arg]:
+        """The arguments of a launch; on compacted caches, slots, list and ranges are those of their rows."""
+        launch = self.program.launches[index]
+        if not self._windowed or not redirected(self.program, launch, self._windowed, self.input_specs, self._apart):
+            return launch.args
+        moved = {name for name, spec in self.input_specs.items() if spec.kind in REDIRECTED}
+        return [
+            fmt.Arg(arg.kind, arg.name + SUFFIX, arg.value, arg.offset) if arg.kind == "input" and arg.name in moved else arg
+            for arg in launch.args
+        ]
+
+    def _resolved(self, n_kernels: int) -> list[int]:
         """Arguments of all launches one after another (``_first_arg``: where each launch's begin); those of launches that run elsewhere
         are 0.
 
         Every pointer is checked to start inside its buffer, so a manifest that does not fit its file is refused here and cannot crash a
-        kernel's first load. ``windowed``: caches that are compacted.
+        kernel's first load.
         """
         flat: list[int] = []
-        apart = {cache.name for cache in self.artifact.manifest.caches if not of_cells(cache)}
         self._first_arg = []
         for index, launch in enumerate(self.program.launches):
             wait = index if launch.wait < 0 else launch.wait
@@ -210,9 +207,7 @@ class Binding:
             if index not in self.own:
                 flat.extend([0] * len(launch.args))
                 continue
-            compacted = bool(windowed) and redirected(self.program, launch, windowed, self.input_specs, apart)
-            for arg in launch.args:
-                flat.append(self._resolve(self._redirect(arg) if compacted else arg, index))
+            flat.extend(self._resolve(arg, index) for arg in self._arguments_of(index))
         return flat
 
     def _weight(self, name: str) -> tuple[int, int]:
@@ -241,12 +236,6 @@ class Binding:
         if not 0 <= arg.offset < max(size, 1):
             raise self._bad_arg(arg, index, f"the offset lies outside its {size} bytes")
         return base + arg.offset
-
-    def _redirect(self, arg: fmt.Arg) -> fmt.Arg:
-        """The argument of a launch on compacted caches: slots, list and ranges are those of their rows."""
-        if arg.kind == "input" and self.input_specs[arg.name].kind in REDIRECTED:
-            return fmt.Arg("input", arg.name + SUFFIX, arg.value, arg.offset)
-        return arg
 
     def _bad_arg(self, arg: fmt.Arg, index: int, why: str) -> ArtifactError:
         node = self.program.launches[index].node

@@ -1,7 +1,7 @@
 """The persistent buffers of an artifact: where each cache's rows are, and the buffers of the host.
 
-Row c is cell c, except that caches of layers with a window have ``window_rows`` rows if that is not 0 (``windows``), and that other rows
-than cells belong to one of ``n_seq_max`` sequences (``state_inputs``).
+Row c is cell c, except that caches of layers with a window have ``Sizes.window_rows`` rows if that is not 0 (``windows``), and that other
+rows than cells belong to one of ``Sizes.n_seq_max`` sequences (``state_inputs``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ggufc.formats.ggml_types import TYPES
 from .artifact import Artifact
 from .memory import ALIGNMENT, Region, align
 from .rows import CacheRows, HostPart, of_cells, row_bytes
+from .sizes import Sizes
 from .state_inputs import symbols
 
 
@@ -30,13 +31,11 @@ class CacheLayout:
     def __init__(
         self,
         artifact: Artifact,
-        n_cells: int,
-        window_rows: int = 0,
-        n_seq_max: int = 1,
+        sizes: Sizes,
         only: Collection[str] | None = None,
         alignment: int = ALIGNMENT,
     ) -> None:
-        self.n_cells = n_cells
+        self.n_cells, window_rows = sizes.limits.n_cells, sizes.window_rows
         self.specs = {cache.name: cache for cache in artifact.manifest.caches if only is None or cache.name in only}
         self.n_rows: dict[str, int] = {}
         self.row_bytes: dict[str, int] = {}
@@ -54,7 +53,7 @@ class CacheLayout:
                     "cannot be; compile the model again"
                 )
             self.row_bytes[name] = row_bytes(cache)
-            self.n_rows[name] = window_rows if window_rows and cache.window else self._rows(artifact, cache, n_seq_max)
+            self.n_rows[name] = window_rows if window_rows and cache.window else self._rows(artifact, cache, sizes.n_seq_max)
             self.offsets[name] = self.size
             self.size += align(self.row_bytes[name] * self.n_rows[name], alignment)
 
@@ -129,11 +128,9 @@ def joined(caches: Caches) -> Caches:
 class CacheBuffers(CacheLayout):
     """The caches in host memory, zero-filled. ``view(name)`` is u8 [rows, row bytes]."""
 
-    def __init__(
-        self, artifact: Artifact, n_cells: int, window_rows: int = 0, n_seq_max: int = 1, only: Collection[str] | None = None
-    ) -> None:
-        super().__init__(artifact, n_cells, window_rows, n_seq_max, only)
-        self.memory = Region(self.size, f"a KV cache of {n_cells} cells")
+    def __init__(self, artifact: Artifact, sizes: Sizes, only: Collection[str] | None = None) -> None:
+        super().__init__(artifact, sizes, only)
+        self.memory = Region(self.size, f"a KV cache of {self.n_cells} cells")
 
     def view(self, name: str) -> np.ndarray:
         row, start, n = self.row_bytes[name], self.offsets[name], self.n_rows[name]

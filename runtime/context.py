@@ -21,13 +21,14 @@ from ggufc.formats import artifact as fmt
 from . import inputs, kshift, programs, windows
 from .artifact import Artifact
 from .batch import Batch, check_order, make_batch, next_token, sizes, visibility
-from .binding import CACHE_PAD, BoundProgram, pad
+from .binding import BoundProgram
 from .errors import RuntimeRefusal, require_integer, token_list
 from .exclusive import exclusive
 from .executor import Executor
 from .history import TokenHistory
 from .kvcells import KVCells
 from .rows import of_cells
+from .sizes import CACHE_PAD, Sizes, pad
 from .state_inputs import SequenceStates
 from .statistics import Statistics
 from .windows import WindowRows
@@ -92,10 +93,9 @@ class Context:
             chosen = programs.choose(self.artifact, first, self.sizes)
             self.states = SequenceStates(manifest.caches, pad(self.n_ctx), n_seq_max)
             self._make_executor = executor
-            extra = {}
-            if compact_windows and (rows := self._rows_of_windows(executor is Executor)):
-                extra["window_rows"] = rows
-            self._executor = executor(self.artifact, chosen, n_threads, self.n_ctx, self.n_ubatch, n_seq_max, profile=profile, **extra)
+            rows = windows.rows_of_session(manifest.caches, pad(self.n_ctx), self.n_ubatch, n_seq_max, CACHE_PAD) if compact_windows else 0
+            asked = Sizes(self.n_ctx, self.n_ubatch, n_seq_max, n_threads, rows)
+            self._executor = executor(self.artifact, chosen, asked, profile=profile)
         except BaseException:
             if self._owns_artifact:
                 self.artifact.close()
@@ -105,15 +105,11 @@ class Context:
         self.history = TokenHistory(self.cells)
         self._stale = ""
         self.window_rows: WindowRows | None = None
-        if extra:
+        if rows:
             widest = max(cache.window for cache in manifest.caches)
-            self.window_rows = WindowRows(self.cells, extra["window_rows"], widest)
+            self.window_rows = WindowRows(self.cells, rows, widest)
         self.closed = False
         self.turn = threading.RLock()
-
-    def _rows_of_windows(self, on_host: bool) -> int:
-        caches = self.artifact.manifest.caches
-        return windows.rows_of_session(caches, pad(self.n_ctx), self.n_ubatch, self.n_seq_max, CACHE_PAD, on_host)
 
     # Evaluation
 

@@ -7,7 +7,7 @@ fixups.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -15,56 +15,54 @@ from ggufc.formats import abi
 from ggufc.formats.cpustate import TILE_FEATURES, request_tiles
 
 from .artifact import Artifact
-from .binding import NUMPY, Binding, Limits, pad
+from .binding import NUMPY, Binding
 from .caches import CacheBuffers, joined
 from .cpuinfo import physical_cores
 from .errors import RuntimeRefusal, require_integer
 from .image import CodeImage
 from .memory import Region
+from .sizes import DEFAULT_SIZES, Sizes
 from .team import Team
-from .windows import REDIRECTED, SUFFIX
 
 MAX_THREADS = 256
 _SYMBOL = {name: i for i, name in enumerate(abi.PARAMS)} | {"": -1}
 
 
 class Executor(Binding):
-    """One program of an artifact, bound to memory and threads.
+    """One program of an artifact, bound to memory and threads, as large as ``sizes``.
 
     ``inputs[name]`` are the input buffers (numpy, numpy order), filled by the caller before ``eval``; ``output(name)`` is a view that the
-    next ``eval`` overwrites. ``share`` is another executor of the same artifact whose caches, code and threads this one uses.
-    ``window_rows`` not 0: caches of layers with a window are compacted to as many rows, and the launches on them read inputs of their own,
-    named with ``windows.SUFFIX``. ``segments`` are the stretches of launches that run here (``run``), all in one by default;
-    ``caches`` names the caches they need.
+    next ``eval`` overwrites. ``share`` is another executor of the same artifact whose sizes, caches, code and threads this
+    one uses. Launches on compacted caches (``Sizes.window_rows``) read inputs of their own, named with ``windows.SUFFIX``. ``segments`` are
+    the stretches of launches that run here (``run``), all in one by default; ``caches`` names the caches they need. ``closing`` is called
+    when an executor that shares nobody's memory closes.
     """
 
     def __init__(
         self,
         artifact: Artifact,
         program: str = "eval",
-        n_threads: int | None = None,
-        n_ctx: int = 4096,
-        n_ubatch: int = 512,
-        n_seq_max: int = 1,
+        sizes: Sizes = DEFAULT_SIZES,
+        *,
         share: Executor | None = None,
         profile: bool = False,
-        window_rows: int = 0,
         segments: Sequence[range] | None = None,
         caches: Collection[str] | None = None,
+        closing: Callable[[], None] = lambda: None,
     ) -> None:
-        self.window_rows = window_rows if share is None else share.window_rows
         self._owns_team = share is None
         own = None if segments is None else frozenset(i for part in segments for i in part)
-        self._describe(artifact, program, Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits, own)
+        self._describe(artifact, program, sizes if share is None else share.sizes, own)
         self._segments = [range(len(self.program.launches))] if segments is None else list(segments)
         if share is None:
             self.image = CodeImage(artifact.image)
-            self.buffers = CacheBuffers(artifact, self.limits.n_cells, window_rows, n_seq_max, caches)
-            self.team = self._make_team(physical_cores() if n_threads is None else n_threads)
+            self.buffers = CacheBuffers(artifact, sizes, caches)
+            self.team = self._make_team(physical_cores() if sizes.n_threads is None else sizes.n_threads)
         else:
             self.image, self.buffers, self.team = share.image, share.buffers, share.team
         self.caches = joined(self.buffers)
         self._profile: np.ndarray | None = None
+        self._closing: Callable[[], None] | None = None
         try:
             self._allocate()
             self._bind()
@@ -73,6 +71,7 @@ class Executor(Binding):
         except BaseException:
             self.close()
             raise
+        self._closing = closing
 
     @property
     def n_threads(self) -> int:
@@ -101,9 +100,8 @@ class Executor(Binding):
         self.inputs: dict[str, np.ndarray] = {}
         self._outputs: dict[str, np.ndarray] = {}
         self._keep: list[Region] = []
-        for spec in self.program.inputs:
-            for name in [spec.name] + [spec.name + SUFFIX] * (self.window_rows > 0 and spec.kind in REDIRECTED):
-                self.inputs[name] = self._region("input", name, 4 * self._input_values(spec)).view(NUMPY[spec.dtype])
+        for name, spec in self._buffer_specs.items():
+            self.inputs[name] = self._region("input", name, 4 * self._input_values(spec)).view(NUMPY[spec.dtype])
         for name in self.program.outputs:
             self._outputs[name] = self._region("output", name, 4 * self._output_values(name)).view(np.float32)
         for name, offset in self.buffers.offsets.items():
@@ -150,8 +148,7 @@ class Executor(Binding):
         self._bind_fixups(self.buffers.row_bytes)
 
     def _arguments(self) -> list[int]:
-        windowed = {name for name, spec in self.buffers.specs.items() if spec.window} if self.window_rows else set[str]()
-        return self._resolved(len(self.artifact.manifest.kernels), windowed)
+        return self._resolved(len(self.artifact.manifest.kernels))
 
     def _fill(self, flat: list[int]) -> None:
         """Write arguments and launches; a launch waits within its segment, whose launches count from 0."""
@@ -218,8 +215,12 @@ class Executor(Binding):
 
     def close(self) -> None:
         """Stop the threads if they are this executor's own. Safe to call twice."""
-        if self._owns_team:
-            self.team.close()
+        if not self._owns_team:
+            return
+        self.team.close()
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            closing()
 
     def __enter__(self) -> Executor:
         return self

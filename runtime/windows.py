@@ -39,17 +39,15 @@ def rows_for(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, pad: int)
     return rows if window and rows < n_cells else 0
 
 
-def rows_of_session(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_seq_max: int, pad: int, on_host: bool) -> int:
+def rows_of_session(caches: Sequence[fmt.Cache], n_cells: int, n_ubatch: int, n_seq_max: int, pad: int) -> int:
     """Rows of compacted caches; 0, with a warning, where there is nothing to gain. RuntimeRefusal for more sequences, whose windows would
-    need rows of their own, and for caches in the memory of a device.
+    need rows of their own.
     """
-    if not on_host:
-        raise RuntimeRefusal("compact_windows is for caches in host memory; leave it out on a device")
     if n_seq_max > 1:
         raise RuntimeRefusal(f"compact_windows keeps the window of one sequence, n_seq_max is {n_seq_max}; leave out one of them")
     rows = rows_for(caches, n_cells, n_ubatch, pad)
     if not rows:
-        warnings.warn("compact_windows changes nothing: no layer's window is smaller than the context", RuntimeWarning, stacklevel=4)
+        warnings.warn("compact_windows changes nothing: no layer's window is smaller than the context", RuntimeWarning, stacklevel=3)
     return rows
 
 

@@ -26,8 +26,9 @@ from ggufc.ir.interp import interpret
 from ggufc.models.model import Model
 from ggufc.passes.manager import PassManager
 from ggufc.runtime import Artifact, RuntimeRefusal
-from ggufc.runtime.binding import NUMPY, Binding, Limits, pad
+from ggufc.runtime.binding import NUMPY, Binding
 from ggufc.runtime.caches import CacheBuffers
+from ggufc.runtime.sizes import DEFAULT_SIZES, Sizes
 
 
 class GraphArtifact(Artifact):
@@ -94,16 +95,16 @@ class InterpreterExecutor(Binding):
         self,
         artifact: GraphArtifact,
         program: str = "eval",
-        n_threads: int | None = None,
-        n_ctx: int = 4096,
-        n_ubatch: int = 512,
-        n_seq_max: int = 1,
+        sizes: Sizes = DEFAULT_SIZES,
+        *,
         share: InterpreterExecutor | None = None,
         profile: bool = False,
     ) -> None:
-        self._describe(artifact, program, Limits(n_ubatch, pad(n_ctx), n_seq_max) if share is None else share.limits)
+        if sizes.window_rows:
+            raise RuntimeRefusal("the interpreter evaluates whole caches; leave compact_windows out")
+        self._describe(artifact, program, sizes if share is None else share.sizes)
         self.graph, self._data = artifact.graphs[program], artifact.file.data
-        self.caches: CacheBuffers = CacheBuffers(artifact, self.limits.n_cells, 0, n_seq_max) if share is None else share.caches
+        self.caches: CacheBuffers = CacheBuffers(artifact, sizes) if share is None else share.caches
         self.inputs = {spec.name: np.zeros(self._input_values(spec), NUMPY[spec.dtype]) for spec in self.program.inputs}
         self._fix_places = np.zeros(0, np.int64)
         self._results: dict[str, np.ndarray] = {}

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.binding import BoundProgram
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
+from ggufc.runtime.sizes import DEFAULT_SIZES, Sizes
 
 from .device import Device
 from .executor import CudaExecutor
@@ -62,19 +64,18 @@ def on_device(
     """What makes a session run on ``device``: its ``executor`` argument.
 
     ``n_gpu_layers``: the last N layers, everything with one more than there are, or -1; 0 runs on the CPU. ``progress`` reports the upload
-    of weights in bytes. ``closing`` is called when the session closes.
+    of weights in bytes. ``closing`` is called when the session closes, wherever it ran.
     """
 
-    def make(artifact: Artifact, program: str = "eval", *args: object, **options: object) -> BoundProgram:
-        given: dict[str, object] = dict(options, device=device, progress=progress)
-        if options.get("share") is None:
-            given["closing"] = closing
+    def make(artifact: Artifact, program: str = "eval", sizes: Sizes = DEFAULT_SIZES, **options: Any) -> BoundProgram:
+        options["closing"] = closing
         if n_gpu_layers == 0:
-            return Executor(artifact, program, *args, **options)  # type: ignore[arg-type]
+            return Executor(artifact, program, sizes, **options)
+        options |= {"device": device, "progress": progress}
         every = artifact.manifest.n_layer + 1
         wanted = every if n_gpu_layers < 0 else min(n_gpu_layers, every)
         if wanted == every and not any(cache.rest_of for cache in artifact.manifest.caches):
-            return CudaExecutor(artifact, program, *args, **given)  # type: ignore[arg-type]
-        return OffloadExecutor(artifact, program, *args, n_gpu_layers=wanted, **given)  # type: ignore[arg-type, misc]
+            return CudaExecutor(artifact, program, sizes, **options)
+        return OffloadExecutor(artifact, program, sizes, n_gpu_layers=wanted, **options)
 
     return make

@@ -9,6 +9,7 @@ import numpy as np
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.caches import CacheLayout
 from ggufc.runtime.rows import CacheRows, of_cells
+from ggufc.runtime.sizes import Sizes
 
 from .device import Device
 from .pool import ALIGNMENT
@@ -42,8 +43,8 @@ def _runs(cells: np.ndarray) -> list[tuple[int, int]]:
 class DeviceCaches(CacheLayout):
     """The caches ``only`` names (all by default) on a device, zero-filled."""
 
-    def __init__(self, artifact: Artifact, n_cells: int, device: Device, n_seq_max: int = 1, only: Collection[str] | None = None) -> None:
-        super().__init__(artifact, n_cells, 0, n_seq_max, only, ALIGNMENT)
+    def __init__(self, artifact: Artifact, sizes: Sizes, device: Device, only: Collection[str] | None = None) -> None:
+        super().__init__(artifact, sizes, only, ALIGNMENT)
         self.device = device
         self.base = device.alloc(self.size)
         device.fill(self.base, self.size)
@@ -55,7 +56,8 @@ class DeviceCaches(CacheLayout):
     def clear(self, n_rows: int | None = None) -> None:
         """Zero the first ``n_rows`` cells of every cache (all by default), and everything that belongs to sequences."""
         for name, spec in self.specs.items():
-            self.clear_rows(name, 0, self.n_rows[name] if n_rows is None or not of_cells(spec) else n_rows)
+            most = self.n_rows[name]
+            self.clear_rows(name, 0, most if n_rows is None or not of_cells(spec) else min(n_rows, most))
 
     def clear_rows(self, name: str, first: int, n: int) -> None:
         """Zero ``n`` rows of one cache."""

@@ -20,10 +20,11 @@ import numpy as np
 from ggufc.formats import abi
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
-from ggufc.runtime.binding import NUMPY, Binding, Limits, pad
+from ggufc.runtime.binding import NUMPY, Binding
 from ggufc.runtime.caches import CacheLayout, joined
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.memory import align
+from ggufc.runtime.sizes import DEFAULT_SIZES, Sizes
 
 from .caches import DeviceCaches
 from .code import LoadedCode, load_code
@@ -67,7 +68,7 @@ class _Buffer:
 
 
 class CudaExecutor(Binding):
-    """One program of an artifact on ``device``. Other arguments are those of ``Executor``; ``n_threads`` is accepted and means nothing.
+    """One program of an artifact on ``device``. Other arguments are those of ``Executor``; the number of threads means nothing here.
 
     ``progress(done, total)`` reports the upload of weights in bytes. ``pieces`` are the stretches of launches that run here (all by
     default), ``caches`` the caches they need. RuntimeRefusal, before anything is allocated, if memory does not suffice. Closing the
@@ -78,10 +79,8 @@ class CudaExecutor(Binding):
         self,
         artifact: Artifact,
         program: str = "eval",
-        n_threads: int | None = None,
-        n_ctx: int = 4096,
-        n_ubatch: int = 512,
-        n_seq_max: int = 1,
+        sizes: Sizes = DEFAULT_SIZES,
+        *,
         share: CudaExecutor | None = None,
         profile: bool = False,
         device: Device | None = None,
@@ -96,21 +95,21 @@ class CudaExecutor(Binding):
         if share is None:
             if device is None:
                 raise RuntimeRefusal("a CUDA executor needs a device; open one with ggufc.runtime.cuda.open_device()")
-            self._device, self._code, limits = device, load_code(artifact, device), Limits(n_ubatch, pad(n_ctx), n_seq_max)
+            self._device, self._code = device, load_code(artifact, device)
         else:
             if not isinstance(share, CudaExecutor):
                 raise RuntimeRefusal("a CUDA executor can share memory with another CUDA executor only")
-            self._device, self._code, limits = share._device, share._code, share.limits
+            self._device, self._code, sizes = share._device, share._code, share.sizes
         own = None if pieces is None else frozenset(i for piece in pieces for i in piece.launches)
-        self._describe(artifact, program, limits, own, ALIGNMENT)
+        self._describe(artifact, program, sizes, own, ALIGNMENT)
         self._pieces = [Piece(range(len(self.program.launches)))] if pieces is None else list(pieces)
         self._launches = Launches(self._device, self._code, self.program, self.own, artifact.path)
         weights = hold(self._device, artifact)
         try:
-            layout = CacheLayout(artifact, limits.n_cells, 0, n_seq_max, caches, ALIGNMENT) if share is None else None
+            layout = CacheLayout(artifact, sizes, caches, ALIGNMENT) if share is None else None
             self._check_memory(weights, layout)
             if share is None:
-                shared = DeviceCaches(artifact, limits.n_cells, self._device, n_seq_max, caches)
+                shared = DeviceCaches(artifact, sizes, self._device, caches)
                 self._owned.append(shared.base)
                 self._shared = _Shared(self._device, self._code, shared, weights)
             else:
@@ -164,7 +163,7 @@ class CudaExecutor(Binding):
     def _exchanged(self) -> dict[tuple[str, str], tuple[int, str]]:
         """(bytes at the limits, dtype) of inputs that own launches read and outputs they write."""
         inputs, outputs = set(self.names("input")), set(self.names("output"))
-        found = {("input", s.name): (4 * self._input_values(s), s.dtype) for s in self.program.inputs if s.name in inputs}
+        found = {("input", name): (4 * self._input_values(s), s.dtype) for name, s in self._buffer_specs.items() if name in inputs}
         return found | {("output", name): (4 * self._output_values(name), "f32") for name in self.program.outputs if name in outputs}
 
     def _check_memory(self, weights: DeviceWeights, caches: CacheLayout | None) -> None:
@@ -203,7 +202,7 @@ class CudaExecutor(Binding):
             buffer = _Buffer(self._alloc(size), device.host_array(size).view(NUMPY[dtype]))
             self._buffers[key] = buffer
             self._places[key] = (buffer.address, size)
-        self.inputs = {spec.name: np.zeros(self._input_values(spec), NUMPY[spec.dtype]) for spec in self.program.inputs}
+        self.inputs = {name: np.zeros(self._input_values(spec), NUMPY[spec.dtype]) for name, spec in self._buffer_specs.items()}
         self.inputs |= {name: buffer.host for (kind, name), buffer in self._buffers.items() if kind == "input"}
         self._outputs = {name: buffer.host for (kind, name), buffer in self._buffers.items() if kind == "output"}
         crossing = {slot for piece in self._pieces for slot in (*piece.incoming, *piece.outgoing)}
@@ -271,7 +270,7 @@ class CudaExecutor(Binding):
             device.send(self._symbols.address, self._symbols.host)
             for (kind, name), buffer in self._buffers.items():
                 if kind == "input":
-                    used = fmt.numel(self.input_specs[name].ne, env)
+                    used = fmt.numel(self.input_of(name).ne, env)
                     device.send(buffer.address, buffer.host[:used])
         for slot, size in piece.incoming.items():
             device.send(self._slot_address(slot), self.staged[slot][: fmt.evaluate(size, env)])

@@ -13,11 +13,11 @@ import numpy as np
 
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
-from ggufc.runtime.binding import Limits
 from ggufc.runtime.caches import Caches, joined
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.rows import CacheRows
+from ggufc.runtime.sizes import DEFAULT_SIZES, Limits, Sizes
 
 from .code import cuda_manifest
 from .device import Device
@@ -69,10 +69,8 @@ class OffloadExecutor:
         self,
         artifact: Artifact,
         program: str = "eval",
-        n_threads: int | None = None,
-        n_ctx: int = 4096,
-        n_ubatch: int = 512,
-        n_seq_max: int = 1,
+        sizes: Sizes = DEFAULT_SIZES,
+        *,
         share: OffloadExecutor | None = None,
         profile: bool = False,
         device: Device | None = None,
@@ -93,16 +91,14 @@ class OffloadExecutor:
         self._stretches = divide(self.program, writes, on_device)
         pieces = [Piece(s.launches, s.incoming, s.outgoing) for s in self._stretches if s.on_device]
         segments = [s.launches for s in self._stretches if not s.on_device]
-        sizes = (n_ctx, n_ubatch, n_seq_max)
         self._host = Executor(
-            artifact, program, n_threads, *sizes, share=None if share is None else share._host, segments=segments, caches=host_caches
+            artifact, program, sizes, share=None if share is None else share._host, segments=segments, caches=host_caches
         )
         try:
             self._device = CudaExecutor(
                 artifact,
                 program,
-                n_threads,
-                *sizes,
+                sizes,
                 share=None if share is None else share._device,
                 device=device,
                 progress=progress,
@@ -144,7 +140,7 @@ class OffloadExecutor:
         device.begin(T, O, R, KV, head, entries)
         env = host.env()
         for name in self._sent:
-            used = fmt.numel(self.input_specs[name].ne, env)
+            used = fmt.numel(self._host.input_of(name).ne, env)
             device.inputs[name][:used] = host.inputs[name][:used]
         done = {True: 0, False: 0}
         for stretch in self._stretches:

@@ -18,6 +18,7 @@ from ggufc.runtime.cuda.code import cuda_manifest, load_code
 from ggufc.runtime.cuda.device import PtxTooNew
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
+from ggufc.runtime.sizes import Sizes
 from simt_device import SimtDevice
 from support import WITHOUT_CUDA_PACKAGES
 
@@ -149,7 +150,7 @@ def test_damaged_gpu_code_is_refused(model, tmp_path):
 
 def test_sizes_and_closed_sessions(model):
     with Artifact.open(model.path) as artifact:
-        executor = CudaExecutor(artifact, n_ctx=256, n_ubatch=4, device=SimtDevice())
+        executor = CudaExecutor(artifact, "eval", Sizes(256, 4), device=SimtDevice())
         with pytest.raises(RuntimeRefusal, match="exceeds what was allocated"):
             executor.eval(5, 1, 5, 256)
         with pytest.raises(RuntimeRefusal, match="has no output 'nothing'"):

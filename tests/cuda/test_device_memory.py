@@ -18,6 +18,7 @@ from ggufc.runtime.cuda.pool import CHUNK, Pool
 from ggufc.runtime.cuda.recordings import KEPT, Recordings
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
+from ggufc.runtime.sizes import Sizes
 from simt_device import SimtDevice
 
 TOKENS = [5, 17, 200, 31, 7, 7, 90, 12]
@@ -179,7 +180,7 @@ def test_recordings_are_bounded_and_dropped():
 def test_programs_that_write_at_the_head_are_not_recorded(model, monkeypatch):
     """Their arguments move: replaying a recording would write the first token's cell."""
     with Artifact.open(model.path) as artifact:
-        executor = CudaExecutor(artifact, n_ctx=256, n_ubatch=4, device=SimtDevice(races=False))
+        executor = CudaExecutor(artifact, "eval", Sizes(256, 4), device=SimtDevice(races=False))
         recorded: list[object] = []
         monkeypatch.setattr(executor._recordings, "run", lambda key, issue: recorded.append(key))
         executor.begin(1, 1, 1, 256)
@@ -204,7 +205,8 @@ def test_caches_of_sequences_have_the_hosts_rows():
     ]
     described = types.SimpleNamespace(manifest=types.SimpleNamespace(caches=caches), path="toy")
     device = SimtDevice()
-    there, here = DeviceCaches(described, 256, device, 3), CacheBuffers(described, 256, 0, 3)
+    sizes = Sizes(256, n_seq_max=3)
+    there, here = DeviceCaches(described, sizes, device), CacheBuffers(described, sizes)
     assert there.n_rows == here.n_rows and there.n_rows["blk.0.conv"] == 4 and list(there.specs) == list(here.specs)
     rng = np.random.default_rng(0)
     for name, n in there.n_rows.items():

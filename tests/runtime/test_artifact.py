@@ -19,10 +19,10 @@ from ggufc.formats.errors import ArtifactError, GgufcError, GGUFError
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.gguf_writer import GGUFWriter
 from ggufc.runtime.artifact import Artifact
-from ggufc.runtime.binding import Limits
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.session import Session
+from ggufc.runtime.sizes import Limits, Sizes
 
 pytest_plugins = ("runtime_fixtures",)
 
@@ -155,7 +155,7 @@ def test_missing_tensor_is_named_when_opening(tmp_path):
 def test_binding_refuses_what_would_crash(tmp_path, manifest, message):
     path = fake_model.write(tmp_path / "a", manifest)
     with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match=message):
-        Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8)
+        Executor(artifact, "eval", Sizes(64, 8, n_threads=1))
 
 
 def test_impossible_sizes(tmp_path):
@@ -164,17 +164,17 @@ def test_impossible_sizes(tmp_path):
         Artifact.open(fake_model.write(tmp_path / "a", fake_model.manifest(programs=[program]))) as a,
         pytest.raises(ArtifactError, match="'X'"),
     ):
-        Executor(a, n_threads=1, n_ctx=64, n_ubatch=8)
+        Executor(a, "eval", Sizes(64, 8, n_threads=1))
     program = msgspec.structs.replace(program, slots=[fmt.Slot([{"T": 1 << 60}]), fmt.Slot([{"T": 4}])])
     with (
         Artifact.open(fake_model.write(tmp_path / "b", fake_model.manifest(programs=[program]))) as a,
         pytest.raises(ArtifactError, match="impossible size"),
     ):
-        Executor(a, n_threads=1, n_ctx=64, n_ubatch=8)
+        Executor(a, "eval", Sizes(64, 8, n_threads=1))
 
 
 def test_slots_take_the_largest_alternative_and_outputs_follow_the_batch(toy):
-    with Artifact.open(toy) as artifact, Executor(artifact, n_threads=1, n_ctx=100, n_ubatch=8) as executor:
+    with Artifact.open(toy) as artifact, Executor(artifact, "eval", Sizes(100, 8, n_threads=1)) as executor:
         assert executor.arena_bytes == 128  # two slots of at most 32 bytes, each 64-aligned
         assert executor.limits == Limits(8, 256, 1)
         executor.inputs["visible"][:] = 0
@@ -190,7 +190,7 @@ def test_slots_take_the_largest_alternative_and_outputs_follow_the_batch(toy):
 def test_workers_enter_once_and_leave_on_close(toy):
     driver = fake_model.DRIVER
     with Artifact.open(toy) as artifact:
-        executor = Executor(artifact, n_threads=3, n_ctx=64, n_ubatch=8)
+        executor = Executor(artifact, "eval", Sizes(64, 8, n_threads=3))
         executor.close()
         assert sorted(driver.workers[-2:]) == [1, 2] == sorted(driver.left[-2:])
         executor.close()
@@ -200,13 +200,13 @@ def test_a_forgotten_executor_stops_its_threads(toy):
     driver = fake_model.DRIVER
     with Artifact.open(toy) as artifact:
         before = len(driver.left)
-        executor = Executor(artifact, n_threads=2, n_ctx=64, n_ubatch=8)
+        executor = Executor(artifact, "eval", Sizes(64, 8, n_threads=2))
         del executor
         assert len(driver.left) == before + 1
 
 
 def test_profile_counts_cycles_per_launch(toy):
-    with Artifact.open(toy) as artifact, Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8, profile=True) as executor:
+    with Artifact.open(toy) as artifact, Executor(artifact, "eval", Sizes(64, 8, n_threads=1), profile=True) as executor:
         executor.eval(1, 0, 0, 256)
         assert executor.profile().tolist() == [[20, 80], [20, 80], [20, 80], [20, 50]]
         executor.enable_profile(False)
@@ -218,7 +218,7 @@ def test_fixups_move_with_head(tmp_path):  # S146
     fix = fmt.Fixup(0, 3, "blk.0.k", 16, "blk.0.k_store")
     program = msgspec.structs.replace(fake_model.program(), fixups=[fix])
     path = fake_model.write(tmp_path / "a", fake_model.manifest(programs=[program]))
-    with Artifact.open(path) as artifact, Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8) as executor:
+    with Artifact.open(path) as artifact, Executor(artifact, "eval", Sizes(64, 8, n_threads=1)) as executor:
         executor.eval(1, 0, 0, 256, head=3)
         keys = executor.caches.view("blk.0.k")
         assert keys[3].any() and not keys[:3].any()  # slot 0 of a store that begins at row 3
@@ -235,7 +235,7 @@ def test_fixups_move_with_head(tmp_path):  # S146
             Artifact.open(fake_model.write(tmp_path / "b", fake_model.manifest(programs=[program]))) as a,
             pytest.raises(ArtifactError, match="fixup of n"),
         ):
-            Executor(a, n_threads=1, n_ctx=64, n_ubatch=8)
+            Executor(a, "eval", Sizes(64, 8, n_threads=1))
 
 
 def test_four_hundred_launches_bind_quickly(tmp_path):
@@ -245,7 +245,7 @@ def test_four_hundred_launches_bind_quickly(tmp_path):
     described = fake_model.manifest(programs=[msgspec.structs.replace(program, launches=launches)])
     with (
         Artifact.open(fake_model.write(tmp_path / "a", described)) as artifact,
-        Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8) as executor,
+        Executor(artifact, "eval", Sizes(64, 8, n_threads=1)) as executor,
     ):
         before = executor._table.copy(), executor._args.copy(), executor._table
         seconds = []
@@ -259,7 +259,7 @@ def test_four_hundred_launches_bind_quickly(tmp_path):
 
 
 def test_caches_are_zero_aligned_and_sized_by_their_rows(toy):  # S8, S53
-    with Artifact.open(toy) as artifact, Executor(artifact, n_threads=1, n_ctx=300, n_ubatch=8) as executor:
+    with Artifact.open(toy) as artifact, Executor(artifact, "eval", Sizes(300, 8, n_threads=1)) as executor:
         keys = executor.caches.view("blk.0.k")
         assert keys.shape == (512, 16) and not keys.any()
         assert all(executor.caches.view(n).__array_interface__["data"][0] % 64 == 0 for n in ("blk.0.k", "blk.0.v"))
@@ -269,7 +269,7 @@ def test_caches_are_zero_aligned_and_sized_by_their_rows(toy):  # S8, S53
 
         from ggufc.runtime.caches import CacheBuffers
 
-        CacheBuffers(SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy"), 64)
+        CacheBuffers(SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy"), Sizes(64))
 
 
 def paths_in(value, path=()):

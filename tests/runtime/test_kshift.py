@@ -14,6 +14,7 @@ from ggufc.runtime.caches import CacheBuffers
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.kvcells import KVCells
 from ggufc.runtime.session import Session
+from ggufc.runtime.sizes import Sizes
 
 HEAD, HEADS, N_DIMS = 64, 2, 48
 YARN = dict(freq_scale=0.25, ext_factor=1.0, n_ctx_orig=128, beta_fast=32.0, beta_slow=1.0)
@@ -50,7 +51,7 @@ STORED = {"f32": 0, "f16": 2e-3, "bf16": 2e-2, "q8_0": 2e-2, "q5_1": 0.1, "q5_0"
 def cache_of(dtype: str, rope: dict) -> tuple[CacheBuffers, KVCells]:
     caches = [fmt.Cache("k", 0, "k", dtype, HEAD * HEADS, HEAD, rope=rope), fmt.Cache("v", 0, "v", dtype, HEAD * HEADS, HEAD)]
     artifact = SimpleNamespace(manifest=fake_model.manifest(caches=caches), path="toy")
-    return CacheBuffers(artifact, 256), KVCells(256)
+    return CacheBuffers(artifact, Sizes(256)), KVCells(256)
 
 
 @pytest.mark.parametrize("mode", ["norm", "neox"])

@@ -16,6 +16,7 @@ from ggufc.passes.cache_fixups import HEAD
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.session import Session
+from ggufc.runtime.sizes import Sizes
 from support import BUNDLED_GOLDEN
 
 pytest_plugins = ("runtime_fixtures",)
@@ -116,7 +117,7 @@ def test_a_write_at_a_moving_offset_needs_its_fixup(tmp_path, registered):  # S1
     fix = fmt.Fixup(0, 3, "blk.0.k", 16, "blk.0.k_store")
     program = msgspec.structs.replace(fake_model.program(), fixups=[fix] if registered else [])
     path = fake_model.write(tmp_path / "a", fake_model.manifest(programs=[program]))
-    with Artifact.open(path) as artifact, Executor(artifact, n_threads=1, n_ctx=64, n_ubatch=8) as executor:
+    with Artifact.open(path) as artifact, Executor(artifact, "eval", Sizes(64, 8, n_threads=1)) as executor:
         for head in range(5):
             executor.eval(1, 0, 0, 256, head=head)
         written = executor.caches.view("blk.0.k")[:5].any(axis=1).tolist()
