@@ -1,7 +1,8 @@
 """Artifacts, execution, caches, tokenizers and sessions.
 
 Map: ``artifact`` opens and checks an artifact, ``image`` maps its code, ``team`` runs worker threads, ``memory`` allocates, ``programs``
-chooses among programs, ``executor`` evaluates one (``cuda`` on a device) over what ``binding`` and ``caches`` do for all executors;
+chooses among programs, ``executor`` evaluates one (``cuda`` on a device) over what ``binding`` and ``caches`` do for all executors,
+as large as ``sizes`` says;
 ``cpuinfo`` knows the machine. ``kvcells`` keeps the books of cells and sequences, ``rows`` reads and writes the rows of caches wherever
 they lie, ``windows`` compacts those of sliding windows, ``kshift`` rotates stored keys, ``batch`` cuts batches into micro-batches,
 ``inputs`` hands them to an executor, ``state_inputs`` keeps what belongs to sequences and not to cells (``state_rows``: in saved states).

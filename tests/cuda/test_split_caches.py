@@ -144,23 +144,33 @@ def test_cells_of_halves_move_together(plain, both):
         assert not any(s.executor.caches.rows(name).read(cells).any() for name in s.executor.caches.specs)
 
 
+def continued(s: Session, token: int) -> tuple[list[int], list[bytes]]:
+    """The most likely tokens after ``token``, and their logits."""
+    text, rows = [token], []
+    for _ in range(4):
+        row = s.decode([text[-1]])[0]
+        text.append(int(row.argmax()))
+        rows.append(row.tobytes())
+    return text, rows
+
+
 @pytest.mark.slow
 def test_checkpoints_of_windows_and_halves(tmp_path):
-    """S6: layers with and without a window, divided; a prompt over several micro-batches, checkpoint, go on, rewind, restore: the same
-    logits fifty times on the CPU, and with the first halves on a device.
+    """S6: layers with and without a window, divided; a prompt of 700 tokens in micro-batches of 512, checkpoint, go on, rewind, restore:
+    the same text and logits fifty times, on the CPU and with the first heads of the last four layers on a device.
     """
     model = compiled("gemma3-7", tmp_path, "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, ["0-6:1"]))
-    for n, length, repetitions in ((0, 700, 50), (4, 9, 2)):
-        prompt = np.random.default_rng(2).integers(0, 200, length)
-        with session(model, n, n_ctx=768, n_ubatch=512 if n == 0 else 4, n_seq_max=1) as s:
+    prompt = np.random.default_rng(2).integers(0, 200, 700)
+    for n in (0, 4):
+        with session(model, n, n_ctx=768, n_batch=768, n_ubatch=512, n_seq_max=1) as s:
             assert all(s.executor.caches.rows(name).split == 1 for name in s.executor.caches.specs)
-            s.decode(prompt, logits="none")
+            first = int(s.decode(prompt)[0].argmax())
             checkpoint = saved(s, 0)
-            want = s.decode(TOKENS, logits="all").tobytes()
-            for _ in range(repetitions):
+            want = continued(s, first)
+            for _ in range(50):
                 s.seq_rm(0)
-                assert s.state_load(checkpoint, 0) == length
-                assert s.decode(TOKENS, logits="all").tobytes() == want
+                assert s.state_load(checkpoint, 0) == len(prompt)
+                assert continued(s, first) == want
 
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
