@@ -84,12 +84,14 @@ def notes(caches: Iterable[CacheInfo], step: Step) -> list[str]:
     for part, name in (("k", "K"), ("v", "V")):
         mine = [cache for cache in caches if cache.part == part]
         if step.observe(f"{part}_hadamard") and not any(cache.hadamard for cache in mine):
-            found.append(f"the {name} cache is not rotated ({part}_hadamard): {_unrotated(name, mine)}")
+            found.append(f"the {name} cache is not rotated (builder option '{part}_hadamard'): {_unrotated(name, mine)}")
         for option in (f"type_{part}_first", f"type_{part}_last"):
             dtype, n = override(option, str(step.observe(option)))
             end = mine[:n] if option.endswith("first") else mine[len(mine) - n :]
             if n and not any(cache.dtype == dtype for cache in end):
-                found.append(f"{option} has no effect: the model keeps no {name} cache whose type may differ between layers")
+                found.append(
+                    f"builder option {option!r} has no effect: the model keeps no {name} cache whose type may differ between layers"
+                )
     return found
 
 

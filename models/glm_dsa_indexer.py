@@ -33,7 +33,7 @@ def active(b: Builder) -> bool:
     if not b.step.observe("dsa"):
         return False
     if not b.step.observe("mla != 0"):
-        raise ModelError("builder option 'dsa' needs the cache of latents; set 'mla' to 1, 2 or 3")
+        raise ModelError("builder option 'dsa' needs the cache of latents; set builder option 'mla' to 1, 2 or 3")
     return True
 
 

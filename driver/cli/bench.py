@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @click.option("-d", "--n-depth", default="0", show_default=True, metavar="N,...", help="Tokens in the cache before a test begins.")
 @click.option("-t", "--threads", default=None, metavar="N,...", help="Thread counts (default: physical cores available).")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of each test.")
-@click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once.")
-@click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Most tokens evaluated at once.")
+@click.option("-b", "--batch-size", type=options.token_count, default=2048, show_default=True, help="Most tokens handed over at once.")
+@click.option("-ub", "--ubatch-size", type=options.token_count, default=512, show_default=True, help="Most tokens evaluated at once.")
 @click.option(
     "-o", "--output", "form", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True, help="Format of the result."
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ggufc.cli import options
+from ggufc.cli.flag_names import with_flags
 
 
 @click.command()
@@ -77,7 +78,7 @@ def command(
             progress=progress,
         )
     for note in report.notes:
-        terminal.say(f"note: {note}")
+        terminal.say(with_flags(f"note: {note}"))
     click.echo(
         f"{report.output}: {size_words(report.artifact_bytes)} ({report.artifact_bytes / report.source_bytes:.2f} x the model), "
         f"{report.kernels} kernels, {report.launches} launches, {report.seconds:.1f} s, peak memory {size_words(report.peak_rss)}"

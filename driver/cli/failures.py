@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import click
 
+from ggufc.cli.flag_names import with_flags
 from ggufc.formats.errors import GgufcError
 
 OK, DEFECT, ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -57,7 +58,7 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
     except (GgufcError, OSError, UnicodeError, MemoryError) as error:
         if debug:
             raise
-        _say(describe(error))
+        _say(with_flags(describe(error)))
         if isinstance(error, OSError) and error.errno == errno.EBADF:
             _reader_gone(stdout)
         return ERROR
@@ -109,7 +110,7 @@ def _say(message: str, prefix: str = "ggufc: error: ") -> None:
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
     """A warning of ours, which needs no source line: what continues with a safe setting says so once."""
-    _say(str(message), prefix="note: ")
+    _say(with_flags(str(message)), prefix="note: ")
 
 
 def _reader_gone(stdout: IO[Any]) -> int:

@@ -21,8 +21,8 @@ _ROWS_SHOWN = 12
 @click.option("--compiled", is_flag=True, help="Of a model: show its artifact, compiling it if needed.")
 @click.option("--tensors", "show_tensors", is_flag=True, help="List the tensors.")
 @click.option("--metadata", "show_metadata", is_flag=True, help="List all metadata keys.")
-@click.option("-c", "--ctx-size", type=click.IntRange(1), default=None, help="Context to size caches for (default: min(trained, 4096)).")
-@click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Micro-batch to size buffers for.")
+@click.option("-c", "--ctx-size", type=options.token_count, default=None, help="Context to size caches for (default: min(trained, 4096)).")
+@click.option("-ub", "--ubatch-size", type=options.token_count, default=512, show_default=True, help="Micro-batch to size buffers for.")
 @click.option("-v", "--verbose", is_flag=True, help="Of an artifact: also run a few steps and show which graphs could be reused.")
 @click.option("--ptx", is_flag=True, help="Of an artifact with GPU code: registers, shared memory and occupancy of its kernels.")
 @click.option("--verify", is_flag=True, help="Of an artifact: check the digest of every tensor, and nothing else.")
@@ -55,7 +55,7 @@ def command(
 
     path = options.artifact(model) if compiled else model_file(model, say=terminal.say, progress=None, quiet=not terminal.is_terminal())
     if verify:
-        _verify(path)
+        _verify(path, as_json)
         return
     with GGUFFile.open(path) as file:
         data = inspection.describe_model(file)
@@ -79,8 +79,10 @@ def command(
         click.echo(line)
 
 
-def _verify(path: Path) -> None:
-    """Opening an artifact checks its manifest, code and references; here the tensors follow. Raises ``DriverError``."""
+def _verify(path: Path, as_json: bool) -> None:
+    """Opening an artifact checks its manifest, code and references; here the tensors follow. Raises ``DriverError``, with ``as_json`` after
+    the result.
+    """
     from ggufc import verification
     from ggufc.cli import terminal
     from ggufc.errors import DriverError
@@ -89,9 +91,12 @@ def _verify(path: Path) -> None:
     with Artifact.open(path, to_run=False) as artifact, terminal.progress() as progress:
         damaged = verification.damaged_tensors(artifact.file, progress)
         count = len(artifact.file.tensors) - 1
+    if as_json:
+        click.echo(json.dumps({"path": str(path), "tensors": count, "damaged": damaged}, indent=2))
     if damaged:
         raise DriverError(f"{path}: {len(damaged)} of {count} tensors are damaged ({_holders(damaged)}); compile the model again")
-    click.echo(f"{path}: {count} tensors, manifest and code are as they were written")
+    if not as_json:
+        click.echo(f"{path}: {count} tensors, manifest and code are as they were written")
 
 
 def _artifact(path: Path, ctx_size: int | None, ubatch_size: int, ptx: bool) -> dict[str, Any]:

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ggufc.cli.flag_names import with_flags
+
 if TYPE_CHECKING:
     from ggufc.runtime import Session
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+MOST_TOKENS = 1 << 24
+"""The largest context and batch that a ``Session`` takes."""
+token_count = click.IntRange(1, MOST_TOKENS)
 
 
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -130,8 +136,8 @@ threads: Callable[[F], F] = click.option(
 )
 
 batches: Callable[[F], F] = stack(
-    click.option("-b", "--batch-size", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens handed over at once."),
-    click.option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, show_default=True, help="Most tokens evaluated at once."),
+    click.option("-b", "--batch-size", type=token_count, default=2048, show_default=True, help="Most tokens handed over at once."),
+    click.option("-ub", "--ubatch-size", type=token_count, default=512, show_default=True, help="Most tokens evaluated at once."),
     threads,
 )
 
@@ -139,7 +145,7 @@ context: Callable[[F], F] = stack(
     click.option(
         "-c",
         "--ctx-size",
-        type=click.IntRange(0),
+        type=click.IntRange(0, MOST_TOKENS),
         default=None,
         help="Tokens the KV cache holds; 0 = as trained. [default: min(trained, 4096)]",
     ),
@@ -240,7 +246,7 @@ def artifact(
             type_k=type_k,
             type_v=type_v,
             builder=builder_options() if builder is None else builder,
-            say=terminal.say,
+            say=lambda message: terminal.say(with_flags(message)),
             progress=progress,
             quiet=not terminal.is_terminal(),
         )

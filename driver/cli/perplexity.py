@@ -15,7 +15,7 @@ from ggufc.cli.run import read_prompt
 @click.command()
 @options.model
 @click.option("-f", "--file", type=click.Path(allow_dash=True), required=True, help="The text (- = stdin).")
-@click.option("-c", "--ctx-size", type=click.IntRange(4), default=512, show_default=True, help="Tokens of a chunk.")
+@click.option("-c", "--ctx-size", type=click.IntRange(4, options.MOST_TOKENS), default=512, show_default=True, help="Tokens of a chunk.")
 @click.option("--chunks", type=click.IntRange(1), default=None, help="Only the first chunks of the text.")
 @click.option("-np", "--parallel", type=click.IntRange(1, 256), default=1, show_default=True, help="Chunks evaluated at once.")
 @options.compact_windows

@@ -101,6 +101,53 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-ctk", "q9"], "-ctk: a cache of type 'q9' is not supported"),
+        (["--dsa", "--mla", "0"], "--dsa needs the cache of latents; set --mla to 1, 2 or 3"),
+        (["-ctv-first", "f16"], "-ctv-first is 'f16'; give a cache type and a number of layers"),
+    ],
+)
+def test_errors_name_the_options_that_were_given(tmp_path: Path, options: list[str], message: str) -> None:
+    model = Path(__file__).parents[1] / "golden" / "glm-dsa-topk8" / "model.gguf"
+    result = ggufc("compile", str(model), "-o", str(tmp_path / "x"), *options)
+    assert result.returncode == 2 and message in result.stderr and "builder option" not in result.stderr, result.stderr
+
+
+def test_every_flag_that_messages_name_exists() -> None:
+    """Builder options become their flags, options of a session get them added once; what has no flag stays as it is."""
+    from ggufc.cli import cli, flag_names
+    from ggufc.models.step import OPTIONS
+
+    context = click.Context(cli)
+    flags = {
+        text
+        for name in ("run", "compile")
+        for parameter in cli.get_command(context, name).params  # type: ignore[union-attr]
+        for text in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert set(flag_names._BUILDER.values()) | set(flag_names._SESSION.values()) <= flags
+    assert set(flag_names._BUILDER) == set(OPTIONS) - {"embd_input", "n_ctx_seq", "swa_compress"}
+    text = "use a larger n_ctx, not n_ctx_seq; n_ctx is 4, builder option 'dsa' needs builder option 'mla', builder option 'embd_input'"
+    assert flag_names.with_flags(text) == (
+        "use a larger n_ctx (-c), not n_ctx_seq; n_ctx is 4, --dsa needs --mla, builder option 'embd_input'"
+    )
+
+
+def test_the_largest_context_is_that_of_sessions(artifact: Path) -> None:
+    from ggufc.cli.options import MOST_TOKENS
+    from ggufc.formats.errors import GgufcError
+    from ggufc.runtime import Session
+
+    for option in ("n_ctx", "n_batch", "n_ubatch"):
+        with pytest.raises(GgufcError, match=rf"{option} is {MOST_TOKENS + 1}; give a whole number from \d to {MOST_TOKENS}$"):
+            Session(artifact, **{option: MOST_TOKENS + 1})
+    for command in (["inspect", "-c"], ["inspect", "-ub"], ["run", "-p", "a", "-c"], ["bench", "-ub"], ["perplexity", "-c"]):
+        refused = ggufc(command[0], str(artifact), *command[1:], str(99999999999))
+        assert refused.returncode == 2 and f"<={MOST_TOKENS}" in refused.stderr, refused.stderr
+
+
 class TestFailures:
     """``failures.run`` maps every way of ending to an exit code."""
 

@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ggufc.cli import cli
 from ggufc.errors import DriverError
 from ggufc.inspection import affine_text, short_value
 from ggufc.ir import IRError, parse_graph, print_graph
@@ -195,9 +197,13 @@ def test_a_damaged_tensor_is_found(invoke, artifact: Path, text_model: Path, tmp
         content = bytearray(artifact.read_bytes())
         content[content.find(file.data(name).tobytes()) + 5] ^= 1
     (damaged := tmp_path / "damaged.ggufc").write_bytes(content)
+    sound = json.loads(invoke("inspect", artifact, "--verify", "--json").stdout)
+    assert sound["tensors"] > 10 and sound["damaged"] == []
     assert invoke("inspect", damaged).exit_code == 0, "opening looks at code and manifest only"
     with pytest.raises(DriverError, match=rf"1 of \d+ tensors are damaged \({name}"):
         invoke("inspect", damaged, "--verify")
+    report = CliRunner().invoke(cli, ["inspect", str(damaged), "--verify", "--json"])
+    assert json.loads(report.stdout)["damaged"] == [name] and isinstance(report.exception, DriverError)
     with pytest.raises(Exception, match="this is a model"):
         invoke("inspect", text_model, "--verify")
 

@@ -211,10 +211,10 @@ def test_cache_settings_of_sessions(invoke, artifact: Path) -> None:
 def test_cache_options_are_part_of_the_artifact(invoke, text_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "turned.ggufc"
     made = invoke("compile", text_model, "-o", output, "-khad", "-ctv-first", "bf16,1")
-    assert "note: the K cache is not rotated (k_hadamard): it only helps quantised types, and this one is f16" in made.stderr
+    assert "note: the K cache is not rotated (-khad): it only helps quantised types, and this one is f16" in made.stderr
     assert "K f16, V bf16 x 1 + f16 x 1" in invoke("inspect", output).stdout
     invoke("run", output, "-p", "a", "-n", 1, "-khad", "-ctv-first", "bf16,1")
-    with pytest.raises(DriverError, match=r"compiled with type_v_first 'bf16,1', not 'bf16,2'"):
+    with pytest.raises(DriverError, match=r"compiled with builder option 'type_v_first' 'bf16,1', not 'bf16,2'"):
         invoke("run", output, "-p", "a", "-n", 1, "-ctv-first", "bf16,2")
     with pytest.raises(DriverError, match=r"compiled with v_hadamard False, not True"):
         invoke("run", output, "-p", "a", "-n", 1, "-vhad")

@@ -82,14 +82,14 @@ def test_queries_and_results_follow_keys_and_values() -> None:
 def test_what_has_no_effect_is_said() -> None:
     assert notes("llama-fa-q8", type_k="q8_0", k_hadamard=True, type_v_first="q8_0,1") == []
     assert notes("llama-fa-q8", k_hadamard=True) == [
-        "the K cache is not rotated (k_hadamard): it only helps quantised types, and this one is f16"
+        "the K cache is not rotated (builder option 'k_hadamard'): it only helps quantised types, and this one is f16"
     ]
     (why,) = notes("glm-dsa-topk8", v_hadamard=True)
-    assert why == "the V cache is not rotated (v_hadamard): this model keeps no V cache"
+    assert why == "the V cache is not rotated (builder option 'v_hadamard'): this model keeps no V cache"
     (why,) = notes("glm-dsa-topk8", type_k="q8_0", k_hadamard=True)
     assert "rows of 48 values do not divide into blocks of it here" in why
     (why,) = notes("openpangu-swa-dsa-ubatch", type_k_first="f32,2")
-    assert why.startswith("type_k_first has no effect")
+    assert why.startswith("builder option 'type_k_first' has no effect")
     with pytest.raises(ModelError, match="k_hadamard"):
         notes("deepseek4-split-decode", k_hadamard=True)
 
