@@ -216,7 +216,7 @@ def test_cache_options_are_part_of_the_artifact(invoke, text_model: Path, tmp_pa
     invoke("run", output, "-p", "a", "-n", 1, "-khad", "-ctv-first", "bf16,1")
     with pytest.raises(DriverError, match=r"compiled with builder option 'type_v_first' 'bf16,1', not 'bf16,2'"):
         invoke("run", output, "-p", "a", "-n", 1, "-ctv-first", "bf16,2")
-    with pytest.raises(DriverError, match=r"compiled with v_hadamard False, not True"):
+    with pytest.raises(DriverError, match=r"compiled with builder option 'v_hadamard' False, not True"):
         invoke("run", output, "-p", "a", "-n", 1, "-vhad")
     with pytest.raises(ggufc.GgufcError, match=r"'type_k_first' is 'q2_k,1'; give a cache type and a number of layers"):
         invoke("compile", text_model, "-o", tmp_path / "no.ggufc", "-ctk-first", "q2_k,1")
