@@ -99,7 +99,7 @@ class Report:
         return "\n".join([*lines, *(f"| {kind} | {what} | {result} | {took:.1f} |" for kind, what, result, took in self.rows)])
 
 
-# -- right -----------------------------------------------------------------------------------------------------------
+# Right
 
 
 def golden(case: Path, device: Device, target: str, folder: Path) -> str:
@@ -153,7 +153,7 @@ def offloaded(path: Path, device: Device, n_tokens: int) -> None:
     assert far < 1e-2, f"-ngl 1 is {far:.1e} of the largest logit away from the CPU"
 
 
-# -- fast ------------------------------------------------------------------------------------------------------------
+# Fast
 
 
 def best_of(device: Device, rounds: int, action: Callable[[int], None]) -> float:
@@ -317,7 +317,7 @@ def timings(source: Path, path: Path, device: Device, sizes: Sizes) -> Iterator[
     yield "decoding, call by call", lambda: decode(False)
 
 
-# -- all of it -------------------------------------------------------------------------------------------------------
+# All of it
 
 
 def measure(device: Device, report: Report, sizes: Sizes, cases: list[Path], model: Path | None, layers: int, folder: Path) -> None:

@@ -74,7 +74,7 @@ class Lowering:
             if self.storage.get(node, NULL) != Ref("output", name):
                 copy_to_output(self, node, name)
 
-    # -- matching ----------------------------------------------------------------------------------------------------
+    # Matching
 
     def _match(self) -> None:
         for node in self.graph.nodes:
@@ -111,7 +111,7 @@ class Lowering:
         users = self.users[node]
         return users[0] if len(users) == 1 and node not in self.output_of else None
 
-    # -- references --------------------------------------------------------------------------------------------------
+    # References
 
     def ref(self, node: Node) -> tuple[Ref, Layout]:
         """Address of element 0 of ``node`` and its layout."""
@@ -155,7 +155,7 @@ class Lowering:
     def emit(self, step: Step) -> None:
         self.schedule.steps.append(step)
 
-    # -- rounded activations -----------------------------------------------------------------------------------------
+    # Rounded activations
 
     def rounded_rows(self, x: Node, mode: str) -> Ref:
         """Rows of ``x`` as q8 records; computed once per (rows, mode), normalisation included where ``x`` is only ever rounded."""
@@ -177,7 +177,7 @@ class Lowering:
         self.rounded[key] = out
         return out
 
-    # -- single nodes ------------------------------------------------------------------------------------------------
+    # Single nodes
 
     def _lower(self, node: Node) -> None:
         kind = node.op.name

@@ -108,5 +108,3 @@ def _mask_with_sinks(b: Builder) -> Node:
         return b.add("add", mask, boost, name=name)
 
     return b.shared("indexer.sinks", make)
-
-

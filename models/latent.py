@@ -87,9 +87,7 @@ Select = Callable[[Node, Node], Node | None]
 """``select(x, q_latent)``: the mask [KV, T] that a layer attends under, None for its own; from its normed input and the queries' latent."""
 
 
-def latent_attention(
-    b: Builder, x: Node, i: int, *, rows: Node | None = None, select: Select | None = None, select_nodes: int = 0
-) -> Node:
+def latent_attention(b: Builder, x: Node, i: int, *, rows: Node | None = None, select: Select | None = None, select_nodes: int = 0) -> Node:
     """Latent attention of layer ``i`` on the normed input x [E, T] -> [E, T], or [E, O] when ``rows`` selects the wanted tokens.
 
     ``select``, which adds at most ``select_nodes`` nodes, narrows what the tokens see.

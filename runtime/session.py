@@ -72,10 +72,10 @@ class Session(Context):
         return self.decode(tokens, None, seq)[0]
 
     def _tokens_of(self, text: str | Sequence[int] | np.ndarray, seq: int) -> list[int]:
-        if not isinstance(text, str):
-            if not isinstance(text, (Sequence, np.ndarray)):
-                raise RuntimeRefusal(f"the prompt is {text!r}; give a text or token ids")
+        if isinstance(text, np.ndarray) or (isinstance(text, Sequence) and not isinstance(text, str)):
             return token_list("the prompt", text)
+        if not isinstance(text, str):
+            raise RuntimeRefusal(f"the prompt is {text!r}; give a text or token ids")
         tokens = self.tokenize(text, bos=None if self.cells.pos_max(seq) < 0 else False)
         if not tokens:
             raise RuntimeRefusal("the prompt is empty and the model adds no BOS token; give some text")

@@ -244,7 +244,7 @@ def test_restoring_a_sequence_changes_nothing_of_another(artifact, reference):  
         assert np.array_equal(s.decode(tokens[70:], seq=0, logits="all").view(np.uint32), reference[70:].view(np.uint32))
 
 
-BAD_STREAMS = '''
+BAD_STREAMS = """
 import io, struct, sys
 from ggufc.runtime import RuntimeRefusal, Session
 from ggufc.runtime.state_rows import MARKER
@@ -288,7 +288,7 @@ with Session(sys.argv[1], n_ctx=768, n_seq_max=3) as s:
 with Session(sys.argv[1], n_ctx=768, n_seq_max=2) as s:
     assert "sequences" in refused(lambda: s.state_load(whole)) and s.pos_max(0) == -1
 print("all refused, asserts", "on" if __debug__ else "off")
-'''
+"""
 
 
 @pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "optimised"])

@@ -196,7 +196,7 @@ class Attention(Steps):
         index = b.add(b.mul(b.add(b.mul(t, self.splits), split), e.i64(self.spec.n_head)), self.head(h))
         return e.at(self.partials, index, self.spec.record_bytes)
 
-    # -- tiles -------------------------------------------------------------------------------------------------------
+    # Tiles
 
     def emit_blocks(self) -> None:
         e, b = self.e, self.e.b
@@ -236,7 +236,7 @@ class Attention(Steps):
             yield begin, end.get()
             start.set(end.get())
 
-    # -- runs --------------------------------------------------------------------------------------------------------
+    # Runs
 
     def span(self, begin: Value, end: Value) -> Span:
         """What the tokens of a run see; ``low >= high`` if that is nothing."""

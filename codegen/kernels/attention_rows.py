@@ -172,7 +172,7 @@ class Rows:
         for at, total in zip(sums, totals):
             e.store(total, at)
 
-    # -- splits ------------------------------------------------------------------------------------------------------
+    # Splits
 
     def total(self, r: Value) -> Value:
         """l: the 16 partial sums added by halving, in double precision."""

@@ -72,7 +72,7 @@ class Scores(Rows):
         e, b = self.e, self.e.b
         return b.ashr(span.low, e.i64(4)), b.ashr(b.add(span.high, e.i64(STEP - 1)), e.i64(4))
 
-    # -- addresses and prefetch ----------------------------------------------------------------------------------------
+    # Addresses and prefetch
 
     def announce_until(self, span: Span, ready: Var, stop: Value, fetch: Value | bool) -> None:
         """Addresses and prefetch of the cells of steps ``ready..stop-1``; entries that no token sees stand for the nearest one seen."""
@@ -156,11 +156,9 @@ class Scores(Rows):
             for j in range(QUAD):
                 keys.fetch_part(keys.row(first, j), e.i64(0), self.spec.d)
 
-    # -- scores --------------------------------------------------------------------------------------------------------
+    # Scores
 
-    def score_steps(
-        self, step: Value, steps: int, p: Value, first_row: Value, fetch: Callable[[Value], None] = lambda entry: None
-    ) -> None:
+    def score_steps(self, step: Value, steps: int, p: Value, first_row: Value, fetch: Callable[[Value], None] = lambda entry: None) -> None:
         """Capped scores of ``steps`` steps from ``step`` on, side by side in ``p``; ``fetch`` gets the first of each ``QUAD`` entries."""
         e, n, heads = self.e, self.lanes, range(self.spec.head_block)
         begin, size, quads = self.e.b.shl(step, self.e.i64(4)), 4 * n, steps * STEP // QUAD

@@ -189,9 +189,7 @@ class Copy:
                 return
             with e.for_lanes(e.dim(ne[0])) as i:
                 position = i if a.ne[0] == ne[0] else b.urem(i, e.dim(a.ne[0]))
-                move(
-                    e.at(source, b.mul(position, e.dim(a.nb[0])), a.size), e.at(target, b.mul(i, e.dim(out.nb[0])), out.size), 1, None
-                )
+                move(e.at(source, b.mul(position, e.dim(a.nb[0])), a.size), e.at(target, b.mul(i, e.dim(out.nb[0])), out.size), 1, None)
 
         for_rows(e, ne[1:], ne[0], row)
         e.ret()

@@ -133,7 +133,7 @@ class _MatMulIdEmitter:
                 self._expert(matrices, expert, position, total, first, last)
         e.ret()
 
-    # -- who chose an expert -----------------------------------------------------------------------------------------
+    # Who chose an expert
 
     def _equal(self, at: Value, stop: Value, expert: Value) -> Value:
         """Bit i: position ``at + i`` before ``stop`` names ``expert``; as many positions as the target has lanes."""
@@ -178,7 +178,7 @@ class _MatMulIdEmitter:
             self.count.set(b.add(self.count.get(), e.i64(1)))
             left.set(b.and_(now, b.sub(now, e.i64(1))))
 
-    # -- products ----------------------------------------------------------------------------------------------------
+    # Products
 
     def _group(self, groups: list[Value], g: Value) -> None:
         e, b, spec = self.e, self.e.b, self.spec

@@ -70,7 +70,7 @@ def row_grid(rows: IntDim, values_per_row: IntDim) -> Grid:
         return Grid(None, 1, -(-rows // block), block)
     if len(rows.terms) != 1:
         return Grid(None, 1, 1, rows)
-    (symbols, factor), = rows.terms
+    ((symbols, factor),) = rows.terms
     symbol = min(symbols, key=PARAMS.index)
     rest = divide(rows, Dim((((symbol,), factor),)))
     if not isinstance(rest, int):

@@ -65,7 +65,7 @@ class PtxEmitter(Emitter):
         self.b.branch(body)
         self.b.position_at_end(body)
 
-    # -- tiles -------------------------------------------------------------------------------------------------------
+    # Tiles
 
     def begin_tiles(self, count: Value | None = None) -> None:
         """Open the loop over the block's tiles; ``count`` replaces the launch's number of tiles."""
@@ -102,7 +102,7 @@ class PtxEmitter(Emitter):
     def ret(self) -> None:
         """The end of a tile's body; ``finish`` closes the kernel."""
 
-    # -- kernel ABI --------------------------------------------------------------------------------------------------
+    # Kernel ABI
 
     def _pointer(self, word: Value) -> Value:
         """A generic address that the optimiser knows to be global."""
@@ -133,7 +133,7 @@ class PtxEmitter(Emitter):
         fn = self.intrinsic(f"llvm.nvvm.read.ptx.sreg.{name}", I32, [])
         return self.b.zext(self.b.call(fn, []), I64)
 
-    # -- threads -----------------------------------------------------------------------------------------------------
+    # Threads
 
     @contextmanager
     def for_lanes(self, n: Value | int) -> Iterator[Value]:
@@ -205,7 +205,7 @@ class PtxEmitter(Emitter):
             g.align = 16
         return self.b.addrspacecast(self.module.globals[name], PTR)
 
-    # -- exchange between threads ------------------------------------------------------------------------------------
+    # Exchange between threads
 
     def shuffle_xor(self, v: Value, mask: int) -> Value:
         """The value of the lane whose number differs by ``mask``; f32, i32, f64 or i64."""
@@ -275,7 +275,7 @@ class PtxEmitter(Emitter):
             parts = [self.combine(parts[i], parts[i + half], op) for i in range(half)]
         return parts[0]
 
-    # -- values ------------------------------------------------------------------------------------------------------
+    # Values
 
     def shuffle(self, a: Value, c: Value | None, lanes: Sequence[int]) -> Value:
         """Of single values: the one the only lane picks."""
@@ -332,7 +332,7 @@ class PtxEmitter(Emitter):
         got = self.b.call(fn, [self.b.addrspacecast(p, SHARED_PTR)])
         return [self.b.extract_value(got, i) for i in range(4)]
 
-    # -- copies that do not wait ---------------------------------------------------------------------------------------
+    # Copies that do not wait
 
     def copy_async(self, to: Value, source: Value, size: int) -> None:
         """Start copying ``size`` bytes (4, 8 or 16, aligned) from global to shared memory; past the first-level cache where 16."""

@@ -55,7 +55,7 @@ class _Stage:
     def _bytes(self, blocks: int) -> int:
         return blocks * (4 * self.words * _PITCH + 2 * GROUPS * self.packed_size + 2 * BLOCK_TOKENS * self.record)
 
-    # -- copies --------------------------------------------------------------------------------------------------------
+    # Copies
 
     def copy(self, buffer: Value, first: Value, stop: Value) -> None:
         """Start copying the blocks first..stop-1 (as far as a stage goes) of four groups and 64 tokens to ``buffer``, as one group of
@@ -104,7 +104,7 @@ class _Stage:
                 if self.n_total:
                     e.copy_async(e.gep(to, 36 + 4 * self.n_codes), e.at(e.gep(record, at.off_s), i, 4), 4)
 
-    # -- what has arrived ----------------------------------------------------------------------------------------------
+    # What has arrived
 
     def unpack(self, buffer: Value, first: Value, stop: Value) -> None:
         """A thread takes one block of one row."""

@@ -116,7 +116,7 @@ def accumulate(e: PtxEmitter, quads: Sequence[Value], scales: Sequence[Value], m
     return acc
 
 
-# -- few tokens ------------------------------------------------------------------------------------------------------
+# Few tokens
 
 
 class VectorProduct:

@@ -34,7 +34,7 @@ def _form(spec: object, suffix: str, block: int, body: Callable[[PtxEmitter], No
     return Form((Entry(symbol(spec) + suffix, block, body, group),))  # type: ignore[arg-type]
 
 
-# -- activations -----------------------------------------------------------------------------------------------------
+# Activations
 
 
 def quantize(spec: Quantize) -> Form:
@@ -106,7 +106,7 @@ def _store_codes(e: PtxEmitter, k: int, record: Value, index: Value, lane: Value
         e.store(b.fmul(d, b.sitofp(both, F32)), e.at(e.gep(record, at.off_s), index, 4))
 
 
-# -- look-ups --------------------------------------------------------------------------------------------------------
+# Look-ups
 
 
 def get_rows(spec: GetRows) -> Form:
@@ -147,7 +147,7 @@ def _dequantise(e: PtxEmitter, offset: int, cursor: Cursor, format: object, out:
         e.vector_store(values, e.gep(out, 16 * q), 4)
 
 
-# -- rotation and the cache ------------------------------------------------------------------------------------------
+# Rotation and the cache
 
 
 def rope_table(spec: RopeTable) -> Form:

@@ -105,7 +105,7 @@ class WeightFormat:
     light: ClassVar[bool] = False
     """Whether vectors of 16 lanes unpack faster than they multiply: then every block of tokens unpacks weights anew."""
 
-    # -- layout ------------------------------------------------------------------------------------------------------
+    # Layout
 
     def check_k(self, k: int) -> None:
         """CodegenError unless rows of ``k`` values exist in this format."""
@@ -139,7 +139,7 @@ class WeightFormat:
         """Bytes of ``n`` repacked rows."""
         return (n + ROWS - 1) // ROWS * self.group_bytes(k)
 
-    # -- compile time ------------------------------------------------------------------------------------------------
+    # Compile time
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         """Split rows (uint8 [R, row_bytes]) into planes."""
@@ -176,7 +176,7 @@ class WeightFormat:
             raw = np.concatenate([raw, np.zeros((missing, want), np.uint8)])
         return np.ascontiguousarray(raw)
 
-    # -- emitters ----------------------------------------------------------------------------------------------------
+    # Emitters
 
     def cursor(self, e: Emitter, group: Value, k: int, chunk: Value, block: Value | int, part: Value | int) -> Cursor:
         """Addresses of 32-column block ``block`` of chunk ``chunk`` (i64) of the group at ``group``."""
@@ -199,7 +199,7 @@ def _interleave(out: np.ndarray, fields: tuple[np.ndarray, ...]) -> None:
         at += ROWS * size
 
 
-# -- splitting helpers (numpy) ---------------------------------------------------------------------------------------
+# Splitting helpers (numpy)
 
 
 def blocks_of(raw: np.ndarray, type_name: str) -> np.ndarray:
@@ -260,7 +260,7 @@ def pack1_masks(bits: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(packed.view(np.uint32).transpose(0, 2, 1)).reshape(rows, blocks, 1)
 
 
-# -- unpacking helpers (emitted code) --------------------------------------------------------------------------------
+# Unpacking helpers (emitted code)
 
 
 def load_field(e: Emitter, p: Value, at: int, element: ir.Type, size: int, part: Value | int) -> Value:

@@ -91,9 +91,7 @@ def check_index(index: int, count: int) -> None:
     """RuntimeRefusal where ``count`` devices have none of that number."""
     if not 0 <= index < count:
         have = "no CUDA device is visible" if not count else f"there are {count} CUDA devices"
-        raise RuntimeRefusal(
-            f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {REMEDY}"
-        )
+        raise RuntimeRefusal(f"CUDA device {index} does not exist: {have} (CUDA_VISIBLE_DEVICES hides devices); choose another, {REMEDY}")
 
 
 def no_memory_left(what: str) -> RuntimeRefusal:

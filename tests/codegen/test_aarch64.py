@@ -87,7 +87,7 @@ def test_features_of_two_architectures_do_not_mix():
         resolve("avx2,dotprod")
 
 
-# -- results ---------------------------------------------------------------------------------------------------------
+# Results
 
 PRODUCTS = [(t.level, name) for t in emulated_targets() for name in FEW_TYPES]
 

@@ -127,7 +127,7 @@ def test_large_integers_are_copied_exactly(loaded):  # S68
     spec = COPIES[6]
     a = np.arange(50, dtype=np.int32) + (1 << 30) + 1
     got = run(spec, target, [a, np.zeros(25, np.int32)], tiles(spec.grid(), ENV), loaded=image, **ENV)[1]
-    assert (got.reshape(5, 5) == a[: 50].reshape(5, 10)[:, ::2]).all()
+    assert (got.reshape(5, 5) == a[:50].reshape(5, 10)[:, ::2]).all()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 5000, T, 3 * T, 64 * T, 4099 * T, KV * T, 6 * KV * T, T + 1])

@@ -235,7 +235,7 @@ class _Run:
             f"{self.function.name}: {here} of {self.block_size} threads of block {block + self.first} wait at {what} the others never reach"
         )
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # Memory
 
     def log(self, log: AccessLog, address: np.ndarray, size: int, idx: Index, write: int) -> None:
         if self.gpu.races:

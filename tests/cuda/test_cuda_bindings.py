@@ -19,7 +19,7 @@ from ggufc.runtime.errors import RuntimeRefusal
 from gpu_harness import ptx_of
 from simt_device import SimtDevice
 
-# -- the driver library ----------------------------------------------------------------------------------------------
+# The driver library
 
 
 def number(value) -> int:
@@ -321,7 +321,7 @@ def test_machines_without_the_library(monkeypatch):
         pass
 
 
-# -- pycuda ----------------------------------------------------------------------------------------------------------
+# Pycuda
 
 
 def fake_pycuda(monkeypatch, **parts) -> None:

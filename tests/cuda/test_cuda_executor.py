@@ -22,7 +22,7 @@ from ggufc.runtime.sizes import Sizes
 from simt_device import SimtDevice
 from support import WITHOUT_CUDA_PACKAGES
 
-# -- end to end ------------------------------------------------------------------------------------------------------
+# End to end
 
 
 def test_a_whole_model_equals_its_golden(model):
@@ -77,7 +77,7 @@ def test_profile(model):
         )
 
 
-# -- choosing code, refusing -----------------------------------------------------------------------------------------
+# Choosing code, refusing
 
 
 def test_the_newest_code_a_device_can_run_is_chosen(model):
@@ -163,7 +163,7 @@ def test_sizes_and_closed_sessions(model):
             CudaExecutor(artifact)
 
 
-# -- machines without CUDA -------------------------------------------------------------------------------------------
+# Machines without CUDA
 
 
 def test_cpu_sessions_ignore_gpu_code(model):

@@ -23,7 +23,7 @@ from simt_device import SimtDevice
 
 TOKENS = [5, 17, 200, 31, 7, 7, 90, 12]
 
-# -- the pool --------------------------------------------------------------------------------------------------------
+# The pool
 
 
 class Driver:
@@ -74,7 +74,7 @@ def test_a_closed_pool_holds_nothing():
     assert not driver.held
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
+# Weights
 
 
 def test_sessions_of_one_artifact_share_its_weights(model):
@@ -103,7 +103,7 @@ def test_closing_a_session_frees_the_memory_of_all_its_programs(model):
     assert not device.allocated
 
 
-# -- recordings ------------------------------------------------------------------------------------------------------
+# Recordings
 
 
 def test_a_decoded_token_is_one_replay_with_the_same_bits(model):
@@ -193,7 +193,7 @@ def test_programs_that_write_at_the_head_are_not_recorded(model, monkeypatch):
         executor.close()
 
 
-# -- caches ----------------------------------------------------------------------------------------------------------
+# Caches
 
 
 def test_caches_of_sequences_have_the_hosts_rows():

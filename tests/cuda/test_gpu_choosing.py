@@ -30,7 +30,7 @@ def best(row: np.ndarray, k: int, ties: str) -> np.ndarray:
     return (len(row) - 1 - np.argsort(-row[::-1], kind="stable"))[:k]
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 @pytest.mark.parametrize("ties", ["lowest", "highest"])
@@ -65,7 +65,7 @@ def test_rows_shorter_than_what_is_wanted():
     assert got[:, :40].tolist() == [best(row, 40, "lowest").tolist() for row in a] and (got[:, 40:] == -1).all()
 
 
-# -- the indexer -----------------------------------------------------------------------------------------------------
+# The indexer
 
 
 @pytest.mark.parametrize("spec", [IndexerScores(32, 8, "f16"), IndexerScores(64, 5, "q8_0"), IndexerScores(18, 11, "f32"),

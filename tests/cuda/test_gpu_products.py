@@ -142,7 +142,7 @@ def test_float_types_are_known():
     assert {t for t in TYPES if isinstance(weight_format(t), FloatFormat)} == {"f32", "f16", "bf16"}
 
 
-# -- tensor cores for 16-bit floats ----------------------------------------------------------------------------------
+# Tensor cores for 16-bit floats
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16"])

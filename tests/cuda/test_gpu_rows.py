@@ -42,7 +42,7 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-# -- activations -----------------------------------------------------------------------------------------------------
+# Activations
 
 
 @pytest.mark.parametrize("mode, k", [("q8_2", 96), ("q8_2", 288), ("q8_k", 512)])
@@ -71,7 +71,7 @@ def test_rounding_after_the_norm():
     assert np.allclose(got[:, at : at + k // 8].view(np.float32), want[:, at : at + k // 8].view(np.float32), rtol=0.01)
 
 
-# -- look-ups --------------------------------------------------------------------------------------------------------
+# Look-ups
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q2_k", "iq4_nl", "f16", "bf16", "f32"])
@@ -104,7 +104,7 @@ def test_experts_of_a_token(n, gate):
     assert (got[4] == ids).all() and np.allclose(got[5], 2.5 * w / w.sum(1, keepdims=True), rtol=1e-4)
 
 
-# -- rotation and the cache ------------------------------------------------------------------------------------------
+# Rotation and the cache
 
 
 def table_of(n_dims: int, positions: np.ndarray, base: float = 10000.0) -> np.ndarray:
@@ -177,7 +177,7 @@ def test_store_rows_as_the_cpu_does(dtype):
         assert got.tobytes() == want.tobytes()
 
 
-# -- both targets' kernels -------------------------------------------------------------------------------------------
+# Both targets' kernels
 
 
 @pytest.mark.parametrize("n", [48, 1030])

@@ -26,7 +26,7 @@ def session(model, n_gpu_layers: int, device: SimtDevice | None = None, **option
     return Session(model.path, **{"n_ctx": 256, "n_threads": 1, **options, "executor": on_device(device, n_gpu_layers=n_gpu_layers)})
 
 
-# -- where launches run ----------------------------------------------------------------------------------------------
+# Where launches run
 
 
 def program(*launches: tuple[str, dict[int, int]]) -> tuple[fmt.Program, list[dict[int, fmt.Affine]]]:
@@ -92,7 +92,7 @@ def test_shared_caches_bound_the_choice():
         divide(made, [], places(made, 2, 1))
 
 
-# -- whole models ----------------------------------------------------------------------------------------------------
+# Whole models
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -172,7 +172,7 @@ def test_refusals(model):
     assert threading.active_count() == threads
 
 
-# -- the books -------------------------------------------------------------------------------------------------------
+# The books
 
 
 def same_books(a: Session, b: Session) -> None:

@@ -311,7 +311,7 @@ def test_tensor_core_products_of_halves(kind):
             assert got[i, lane] == product_[group + (8 if i >= 2 else 0), thread * 2 + (i & 1)] + 0.5
 
 
-# -- planted errors in real kernels ----------------------------------------------------------------------------------
+# Planted errors in real kernels
 
 
 def launch(text: str, spec: RmsNorm, rows: int = 2, shrink: int = 0) -> None:

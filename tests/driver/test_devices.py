@@ -111,7 +111,7 @@ def test_cpu_commands_import_nothing_of_cuda(text_model: Path, shared_cache: Pat
     assert done.returncode == 0, done.stderr
 
 
-# -- looking inside --------------------------------------------------------------------------------------------------
+# Looking inside
 
 
 @pytest.fixture(scope="module")
