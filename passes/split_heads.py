@@ -46,9 +46,10 @@ class SplitHeads(Pass):
     """Attention over the caches of layers ``first`` to ``last`` -> two attentions over caches of their own: KV heads below ``heads``, and
     the others; their results side by side.
 
-    Precondition: attention is fused. Layers whose cache does anything else (latent attention, sinks, chosen rows), or has no more than
-    ``heads`` heads, stay whole and are counted as ``whole``. Postcondition: ``graph.analysis["split-heads"]`` maps the name of every
-    divided cache to ``heads``; the cache of the rest is named with ``.rest``. No head's arithmetic changes, so no bit does.
+    Precondition: attention is fused. Layers whose cache has no more than ``heads`` heads (latent attention has one, which all query heads
+    share) or is used otherwise stay whole and are counted as ``whole``; where ``last`` is given they are refused. Postcondition:
+    ``graph.analysis["split-heads"]`` maps the name of every divided cache to ``heads``; the cache of the rest is named with
+    ``.rest``. Sinks go with their heads. No head's arithmetic changes, so no bit does.
     """
 
     name: ClassVar[str] = ANALYSIS
@@ -68,21 +69,34 @@ class SplitHeads(Pass):
             raise PassError(f"split-heads divides layers {self.first} to {self.last}; the last layer with attention is {max(layers)}")
         found = [node for layer, node in attentions if self.first <= layer <= self.last]
         users = graph.users()
-        divided = [node for node in found if self._divides(node, users)]
+        reasons = {node: why for node in found if (why := self._why_whole(node, users))}
+        if self.last < _ALL:
+            self._refuse(reasons, bool(found))
+        divided = [node for node in found if node not in reasons]
         if divided:
             _rebuild(graph, divided, self.heads)
-        return PassResult(bool(divided), {"divided": len(divided), "whole": len(found) - len(divided)})
+        return PassResult(bool(divided), {"divided": len(divided), "whole": len(reasons)})
 
-    def _divides(self, attention: Node, users: dict[Node, list[Node]]) -> bool:
-        """Whether each of the caches is written once, by rows, and read by this attention only."""
-        if len(attention.operands) > 5 or attention.attrs["n_head_kv"] <= self.heads:
-            return False
+    def _refuse(self, reasons: dict[Node, str], any_found: bool) -> None:
+        """PassError for layers that were asked for and have nothing to divide."""
+        if not any_found:
+            raise PassError(f"split-heads: layers {self.first} to {self.last} have no attention over KV heads; choose layers that have")
+        for node, why in reasons.items():
+            raise PassError(f"split-heads cannot divide layer {_layer(node)} after {self.heads} heads: {why}")
+
+    def _why_whole(self, attention: Node, users: dict[Node, list[Node]]) -> str:
+        """Why the caches of an attention stay whole; empty if each is written once, by rows, and read by this attention only."""
+        heads = attention.attrs["n_head_kv"]
+        if heads == 1:
+            return "all query heads share its one KV head, as in latent attention; leave the layer out"
+        if heads <= self.heads:
+            return f"it has {heads} KV heads; give fewer, from 1 to {heads - 1}, or leave the layer out"
         for version in attention.operands[1:3]:
-            if version.op.name != "set_rows" or version.operands[0].op.name != "cache":
-                return False
-            if users[version] != [attention] or users[version.operands[0]] != [version]:
-                return False
-        return attention.operands[1] is not attention.operands[2]
+            leaf = _leaf(version)
+            alone = version.op.name == "set_rows" and version.operands[0] is leaf
+            if not alone or users[version] != [attention] or users[leaf] != [version]:
+                return f"more than one attention uses the cache {leaf.attrs['name']!r}, or writes to it are not rows; leave the layer out"
+        return "keys and values are the same rows; leave the layer out" if attention.operands[1] is attention.operands[2] else ""
 
 
 def _layer(attention: Node) -> int | None:
@@ -140,14 +154,16 @@ def _write(graph: Graph, write: Node, cache: Node, first: bool) -> Node:
 
 def _attentions(graph: Graph, node: Node, firsts: dict[Node, Node], rests: dict[Node, Node], heads: int) -> Node:
     """Attention over the first heads; then, so that what may run in another memory stands together, the rest's writes and attention."""
-    q, *versions, cells, vis = node.operands
+    q, *versions, cells, vis = node.operands[:5]
+    sinks = node.operands[5:]
     total = node.attrs["n_head_kv"]
     per_group = q.type.ne[1] // total
 
     def attend(caches: list[Node], start: int, count: int, suffix: str) -> Node:
         mine = _columns(graph, q, 1, per_group * start, per_group * count)
         attrs = {**node.attrs, "n_head_kv": count}
-        return graph.add("flash_attn", mine, *caches, cells, vis, name=node.name + suffix, loc=node.loc, **attrs)
+        theirs = [_columns(graph, one, 0, per_group * start, per_group * count) for one in sinks]
+        return graph.add("flash_attn", mine, *caches, cells, vis, *theirs, name=node.name + suffix, loc=node.loc, **attrs)
 
     first = attend([firsts[version] for version in versions], 0, heads, "")
     others = [_write(graph, version, rests[version.operands[0]], first=False) for version in versions]

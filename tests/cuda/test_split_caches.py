@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fat_models import FatModel, compiled
+from fat_models import FatModel, compiled, find_case
+from ggufc.codegen import frontend
+from ggufc.codegen.options import CompileOptions
 from ggufc.formats.artifact import Cache
-from ggufc.ir import parse_graph, print_graph
+from ggufc.ir import Graph, parse_graph, print_graph
 from ggufc.passes import DEFAULT_PIPELINE, PassError
 from ggufc.passes.split_heads import SplitHeads, with_split
 from ggufc.runtime.cuda import OffloadExecutor, on_device
 from ggufc.runtime.cuda.caches import DevicePart
 from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.logits import graph_options
 from ggufc.runtime.rows import CacheRows, HostPart, head_split
 from ggufc.runtime.session import Session
 from simt_device import SimtDevice
@@ -210,7 +213,45 @@ def test_what_cannot_be_divided_stays_whole():
     assert SplitHeads(first=1).apply(graph).counts == {"divided": 0, "whole": 0}
     graph.outputs["rows"] = graph.add("cast", next(n for n in graph.nodes if n.op.name == "set_rows"), dtype="f32")
     assert SplitHeads().apply(graph).counts == {"divided": 0, "whole": 1} and print_graph(graph).count("cache ") == 2
+    with pytest.raises(PassError, match="cannot divide layer 0 after 1 heads: more than one attention uses"):
+        SplitHeads(last=0).apply(graph)
     with pytest.raises(PassError, match="layers in order, heads from 1"):
         SplitHeads(heads=0).apply(graph)
     with pytest.raises(PassError, match="layers 0 to 9; the last layer with attention is 0"):
         SplitHeads(last=9).apply(graph)
+
+
+def test_layers_asked_for_by_number_must_be_divisible():
+    """A layer that would stay whole without a word is refused where it was asked for, with what to do."""
+    graph = parse_graph(CASE.read_text().partition("\n")[2])
+    with pytest.raises(PassError, match="cannot divide layer 0 after 4 heads: it has 4 KV heads; give fewer, from 1 to 3"):
+        SplitHeads(last=0, heads=4).apply(graph)
+    latent = find_case("deepseek2-v3-fa-mla1")
+    assert latent is not None
+    with pytest.raises(PassError, match="all query heads share its one KV head, as in latent attention; leave the layer out"):
+        divided_graph(latent, "0:1")
+
+
+def divided_graph(case: Path, choice: str) -> Graph:
+    options = CompileOptions(pipeline=with_split(DEFAULT_PIPELINE, [choice]), builder=graph_options({}))
+    with frontend.open_model(case / "model.gguf") as (_, model):
+        graph = frontend.build_graph(model, options, "eval")
+        frontend.run_passes(graph, options)
+    return graph
+
+
+def test_sinks_go_with_their_heads(tmp_path):
+    """S1, S75: an attention with a sink per head, divided: the bits of the whole one on the CPU, the golden on half a device."""
+    name = "gpt-oss-mxfp4"
+    whole = compiled(name, tmp_path, "cuda:sm_80")
+    case = find_case(name)
+    assert case is not None
+    graph = divided_graph(case, "0:1")
+    sinks = [node.operands[5] for node in graph.nodes if node.op.name == "flash_attn"]
+    assert [node.ne[0] for node in sinks[:2]] != [sinks[-1].ne[0]] * 2 and sum(node.ne[0] for node in sinks[:2]) == sinks[-1].ne[0]
+    with session(whole, 0) as s:
+        want = s.decode(TOKENS, logits="all").tobytes()
+    parts = compiled(name, tmp_path, "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, ["0:1"]))
+    with session(parts, 0) as s:
+        assert s.decode(TOKENS, logits="all").tobytes() == want
+    parts.check(parts.run(executor=on_device(SimtDevice(races=False), n_gpu_layers=2)))
