@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from ggufc.codegen.emitter import F32, I32, Emitter, Value, Var, vec
 from ggufc.codegen.kernels.matmul_tokens import Done, Tokens, blocks, parts
@@ -147,11 +148,13 @@ class Int8Product:
 
     def _block(self, e: Emitter, u: Unpacked, rows: Sequence[Value], i: Value, acc: list[Var], offset: int) -> None:
         for x, a in zip(rows, acc):
-            self._block_of_token(e, u, x, i, a, offset)
+            self._block_of_token(e, u, x, i, a, offset, alone=len(rows) == 1)
 
-    def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int) -> None:
+    def _block_of_token(self, e: Emitter, u: Unpacked, x: Value, i: Value, acc: Var, offset: int, alone: bool = False) -> None:
         groups = 1 if u.scaled else 32 // self.format.group
-        self._scaled(e, u, x, i, [self._sum(e, u, x, i, g, offset, groups) for g in range(groups)], acc)
+        # Eight dot products in a row take longer than unpacking does; a token alone has nothing else to do meanwhile.
+        chains = 2 if alone and groups == 1 and e.target.vnni else 1
+        self._scaled(e, u, x, i, [self._sum(e, u, x, i, g, offset, groups, chains) for g in range(groups)], acc)
 
     def _scaled(self, e: Emitter, u: Unpacked, x: Value, i: Value, sums: Sequence[Value], acc: Var) -> None:
         """Add the block whose integer sums are ``sums``, one per group of columns, to ``acc``."""
@@ -180,18 +183,17 @@ class Int8Product:
             c16 = e.splat(e.load(I32, e.gep(e.at(e.gep(x, at.off_c16), i, 8), 4 * g)), lanes)
             acc.set(e.fma(b.fmul(low, e.const(floats, -1 / 128)), b.fmul(d, b.sitofp(c16, floats)), acc.get()))
 
-    def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int, groups: int) -> Value:
-        """Integer sum of group ``g`` of the block, offset removed."""
+    def _sum(self, e: Emitter, u: Unpacked, x: Value, i: Value, g: int, offset: int, groups: int, chains: int) -> Value:
+        """Integer sum of group ``g`` of the block, offset removed, in ``chains`` independent parts."""
         lanes = e.target.lanes
         qs, per = e.at(x, i, 32), 8 // groups
         most = self.format.scaled_max if u.scaled else self.format.u_max
-        total = self._start(e, x, i, g, offset)
-        if total is None:
-            total = e.const(vec(I32, lanes), 0)
+        zero = e.const(vec(I32, lanes), 0)
+        totals = [self._start(e, x, i, g, offset) or zero, *([zero] * (chains - 1))]
         for j in range(per * g, per * (g + 1)):
-            a = _activations(e, qs, j)
-            total = e.dot4_signed(total, u.quads[j], a) if self.signed(e) else e.dot4(total, u.quads[j], a, most)
-        return total
+            a, at = _activations(e, qs, j), j % chains
+            totals[at] = e.dot4_signed(totals[at], u.quads[j], a) if self.signed(e) else e.dot4(totals[at], u.quads[j], a, most)
+        return reduce(e.b.add, totals)
 
     def _start(self, e: Emitter, x: Value, i: Value, g: int, offset: int) -> Value | None:
         """What the sum of a group starts from so that the codes lose their ``offset``."""

@@ -148,10 +148,13 @@ class Twins(Scaled):
         scales, selected = self._groups(e, c)
         table = [v + self.offset for v in self.twin.values]
         quads = _VALUES[self.twin.bits](e, c, table, self.twin.shift, [selected[q * len(selected) // 8] for q in range(8)])
-        return from_parts(e, quads, Parts(self.d(e, c), scales, None, []))
+        d = self.d(e, c)
+        if self.twin.scale == "signed":
+            d = e.b.fmul(d, e.const(d.type, 0.5))
+        return from_parts(e, quads, Parts(d, scales, None, []))
 
     def _groups(self, e: Emitter, c: Cursor) -> tuple[list[Value], list[Value]]:
-        """Integer scales, and words of all ones where the twin is selected."""
+        """Integer scales, doubled where they are ``signed``, and words of all ones where the twin is selected."""
         ints, n = vec(I32, e.target.lanes), 32 // self.group
         apart = e.b.zext(load_field(e, c.scales, 16 * n, I8, 1, c.part), ints) if self.twin.scale == "apart" else None
         scales, selected = [], []
@@ -162,7 +165,7 @@ class Twins(Scaled):
                 integer = e.b.sub(e.b.and_(word, e.const(ints, 254)), e.const(ints, 127))
             else:
                 word = e.b.sext(byte, ints)
-                integer = word if apart is not None else e.b.ashr(word, e.const(ints, 1))
+                integer = word if apart is not None else e.b.and_(word, e.const(ints, -2))
             scales.append(integer)
             chosen = word if apart is None else e.b.lshr(apart, e.const(ints, i))
             selected.append(e.b.sub(e.const(ints, 0), e.b.and_(chosen, e.const(ints, 1))))
