@@ -56,7 +56,7 @@ class GetRows:
             g = q * len(u.scales) // 8
             codes = b.zext(b.bitcast(b.extract_element(quad, lane), vec(I8, 4)), vec(I32, 4))
             if fmt.offset:
-                codes = b.sub(codes, e.const(vec(I32, 4), fmt.offset))
+                codes = b.sub(codes, e.const(vec(I32, 4), fmt.offset_on(e.target)))
             v = b.fmul(e.splat(b.extract_element(u.scales[g], lane), 4), b.sitofp(codes, vec(F32, 4)))
             if u.mins:
                 v = b.fadd(v, e.splat(b.extract_element(u.mins[g], lane), 4))

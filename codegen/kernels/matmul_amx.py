@@ -66,7 +66,7 @@ class TileProduct(Int8Product):
             self._prefetch(e, i, cursor)
             block = e.at(panel, i, self.panel.block_bytes)
             u = self.format.unpack(e, cursor)
-            self.panel.write(e, block, e.i64(0), scaled_codes(e, u) if self.format.scaled_max else u, self.format.offset)
+            self.panel.write(e, block, e.i64(0), scaled_codes(e, u) if self.format.scaled_max else u, self.format.offset_on(e.target))
 
     def _gather(self, e: Emitter, rows: Sequence[Value], to: Value) -> None:
         """Activations of tokens that lie anywhere, one after the other."""

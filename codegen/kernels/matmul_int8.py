@@ -93,11 +93,11 @@ class Int8Product:
     ) -> list[Value]:
         """Accumulators, one vector of weight rows per activation record at ``rows``; unpacked blocks go to ``panel`` (address, step)."""
         acc = self._accumulators(e, len(rows))
-        for i, cursor in self._walk(e, group, part):
+        for i, cursor in self._walk(e, group, part, self.format.together if len(rows) == 1 else 1):
             if self.format.prefetch or len(rows) > 1:
                 self._prefetch(e, i, cursor)
             u = self.format.unpack(e, cursor)
-            offset = self.format.offset
+            offset = self.format.offset_on(e.target)
             if self.signed(e):
                 u.quads, offset = [without_offset(e, q) for q in u.quads], 0
             if panel is not None:
@@ -120,8 +120,9 @@ class Int8Product:
         for line in range(lines):
             e.prefetch(e.gep(ahead, 64 * line), 2)
 
-    def _walk(self, e: Emitter, group: Value, part: int | Value) -> Iterator[tuple[Value, Cursor]]:
-        """Inside emitted loops over the group: (number of the block of 32 columns, its addresses)."""
+    def _walk(self, e: Emitter, group: Value, part: int | Value, step: int = 1) -> Iterator[tuple[Value, Cursor]]:
+        """Inside emitted loops over the group: (number of the block of 32 columns, its addresses). Loops over the blocks of a chunk take
+        ``step`` at a time."""
         m = self.format.chunk_blocks(self.k)
         with e.for_range(0, self.blocks // m, name="chunk") as chunk:
             first = e.b.mul(chunk, e.i64(m))
@@ -129,8 +130,9 @@ class Int8Product:
                 for j in range(m):
                     yield e.b.add(first, e.i64(j)), self.format.cursor(e, group, self.k, chunk, j, part)
             else:
-                with e.for_range(0, m, name="block") as j:
-                    yield e.b.add(first, j), self.format.cursor(e, group, self.k, chunk, j, part)
+                with e.for_range(0, m, step, name="block") as j:
+                    for at in (e.b.add(j, e.i64(i)) if i else j for i in range(step)):
+                        yield e.b.add(first, at), self.format.cursor(e, group, self.k, chunk, at, part)
 
     def _from_panel(self, e: Emitter, panel: Value, part: Value, rows: Sequence[Value]) -> list[Value]:
         """As ``_direct``, from an unpacked group."""

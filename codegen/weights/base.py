@@ -20,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 from llvmlite import ir
 
+from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F16, F32, I8, I16, I32, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
 from ggufc.formats.ggml_types import row_bytes, type_by_name
@@ -85,7 +86,7 @@ class WeightFormat:
     """Columns that share a scale."""
     has_min: ClassVar[bool] = False
     offset: ClassVar[int] = 0
-    """Added to the codes to make them unsigned: 0 or a power of two up to 128."""
+    """Added to the codes to make them unsigned: 0 or a power of two up to 128; see ``offset_on``."""
     u_max: ClassVar[int] = 255
     """Largest unsigned code."""
     code_bytes: ClassVar[int] = 0
@@ -99,6 +100,8 @@ class WeightFormat:
     """Largest product of a code and its integer scale where it is a byte up to 127: batches then multiply scaled codes."""
     prefetch: ClassVar[bool] = False
     """Whether one-token products ask for memory ahead: worth it where unpacking is so long that few loads are on their way."""
+    together: ClassVar[int] = 1
+    """Blocks of a chunk that one-token products take at a time: two where unpacking is long, so that their steps overlap."""
     dense: ClassVar[bool] = False
     """Whether codes follow the scales of a chunk without a gap, off the cache lines by half of one: where the gap is more than a type may
     grow by."""
@@ -177,6 +180,10 @@ class WeightFormat:
         return np.ascontiguousarray(raw)
 
     # Emitters
+
+    def offset_on(self, target: Target) -> int:
+        """The offset of the codes that ``unpack`` gives on ``target``."""
+        return self.offset
 
     def cursor(self, e: Emitter, group: Value, k: int, chunk: Value, block: Value | int, part: Value | int) -> Cursor:
         """Addresses of 32-column block ``block`` of chunk ``chunk`` (i64) of the group at ``group``."""

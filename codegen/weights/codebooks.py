@@ -41,9 +41,9 @@ def look_up(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | No
     out = []
     for w, word in enumerate(words):
         for i in range(4):
-            index = e.b.and_(_shifted(e, word, -8 * i), e.const(word.type, 255))
+            index = e.b.and_(shifted(e, word, -8 * i), e.const(word.type, 255))
             if high is not None:
-                part = _shifted(e, high, -(4 * w + i) * book.high_step)
+                part = shifted(e, high, -(4 * w + i) * book.high_step)
                 part = e.b.and_(part, e.const(word.type, (1 << book.high_bits) - 1))
                 index = e.b.or_(index, e.b.shl(part, e.const(word.type, 8)))
             out.append(_gather(e, table, index))
@@ -55,7 +55,7 @@ def _spread(entry: int) -> int:
     return sum((entry >> 4 * c & 15) << 8 * c for c in range(4))
 
 
-def _shifted(e: Emitter, v: Value, by: int) -> Value:
+def shifted(e: Emitter, v: Value, by: int) -> Value:
     """Left for positive ``by``."""
     if by == 0:
         return v
@@ -93,7 +93,7 @@ def _permuted(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | 
             index = masked_halves(e, word, first)
             if high is not None:
                 for at, i in ((8, first), (24, first + 2)):
-                    piece = _shifted(e, high, at - (4 * w + i) * book.high_step)
+                    piece = shifted(e, high, at - (4 * w + i) * book.high_step)
                     index = b.or_(index, b.and_(piece, e.const(word.type, ((1 << book.high_bits) - 1) << at)))
             index = b.bitcast(index, halves)
             entry = _in_stages(e, book.name, book.stages, index) if book.stages else _choose(e, _table(e, book.name, book.entries), index)
@@ -107,7 +107,7 @@ def _permuted(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | 
 
 def masked_halves(e: Emitter, word: Value, first: int) -> Value:
     """Bytes ``first`` and ``first + 2`` of every lane as words of 16 bits."""
-    return e.b.and_(_shifted(e, word, -8 * first), e.const(word.type, 0x00FF00FF))
+    return e.b.and_(shifted(e, word, -8 * first), e.const(word.type, 0x00FF00FF))
 
 
 def _swapped(entry: int) -> int:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from ggufc.codegen.emitter import I8, I16, I32, I64, Emitter, Value, vec
 from ggufc.codegen.weights import tables
-from ggufc.codegen.weights.base import masked
-from ggufc.codegen.weights.codebooks import Codebook
+from ggufc.codegen.weights.codebooks import Codebook, shifted
 
 _BYTES = vec(I8, 64)
 
@@ -19,11 +18,11 @@ _BYTES = vec(I8, 64)
 def signed_by_bytes(
     e: Emitter, book: Codebook, words: Sequence[Value], high: Value | None, signs: Value, columns: int, values: Sequence[int]
 ) -> list[Value]:
-    """The eight quads of a block: ``values[code]`` (an offset plus a magnitude), or its mirror about the offset 64 where the sign is set.
+    """The eight quads of a block: ``values[code]`` (an offset plus a magnitude), or its mirror about the offset 128 where the sign is set.
 
     ``words``, ``high``: as in ``codebooks.look_up``. ``signs``: bit q of byte c belongs to column 4 q + c.
     """
-    mirror = [128 - v for v in values]
+    mirror = [256 - v for v in values]
     quads: list[Value] = []
     for w, word in enumerate(words):
         even, odd = _halves(e, *_entries(e, book, e.b.bitcast(word, _BYTES), high, w))
@@ -32,14 +31,14 @@ def signed_by_bytes(
             index = 4 * w + i
             if columns == 8:
                 # Codes of columns c and c + 4 in bits 0-3, their signs in bits 4 and 5.
-                key = _select(e, nibbles, masked(e, signs, 4 - 2 * index, 0xF0), 15)
+                key = _select(e, nibbles, shifted(e, signs, 4 - 2 * index), 15)
                 for half in range(2):
                     table = [(mirror if i >> (4 + half) & 1 else values)[min(i >> 2 * half & 3, len(values) - 1)] for i in range(64)]
                     quads.append(tables.lookup64(e, key, table))
             else:
                 # The code in bits 0-2; its sign is one of bits 3 to 5, so that three quads share a shift of the signs.
                 shift, bit = ((3, 3 + index), (0, index), (-2, index - 2))[index // 3]
-                key = _select(e, nibbles, masked(e, signs, shift, 0xF8), 7)
+                key = _select(e, nibbles, shifted(e, signs, shift), 7)
                 quads.append(tables.lookup64(e, key, [(mirror if i >> bit & 1 else values)[i & 7] for i in range(64)]))
     return quads
 
@@ -49,9 +48,9 @@ def _entries(e: Emitter, book: Codebook, index: Value, high: Value | None, word:
     b = e.b
     if book.stages:
         lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in book.stages.first], part, index) for part in range(2))
-        class_mask = e.const(_BYTES, len(book.stages.second) - 1 & 0xF0)
-        nibbles = b.bitcast(_fields(e, high, 16 * word, book.high_step), _BYTES)
-        key = b.or_(b.and_(upper, class_mask), b.and_(nibbles, e.const(_BYTES, 15)))
+        # The class comes with bits of no concern: two bits count in a table of 64, and classes leave clear what they do not use.
+        nibbles = _fields(e, high, 16 * word, book.high_step)
+        key = _select(e, nibbles, b.bitcast(upper, nibbles.type), 15)
         return lower, b.xor(upper, b.bitcast(tables.lookup64(e, key, book.stages.second * (64 // len(book.stages.second))), _BYTES))
     bits = []
     if high is not None:
@@ -108,9 +107,12 @@ def _multishift(e: Emitter, control: Value, words: Value) -> Value:
     return e.b.call(fn, [control, e.b.bitcast(words, _BYTES)])
 
 
-def _select(e: Emitter, codes: Value, signs: Value, code_mask: int) -> Value:
-    """``codes`` in the bits of ``code_mask`` of each byte, ``signs`` (clear there) in the others."""
-    return e.b.or_(e.b.and_(codes, e.const(codes.type, code_mask * 0x01010101)), signs)
+def _select(e: Emitter, codes: Value, others: Value, code_mask: int) -> Value:
+    """``codes`` in the bits of ``code_mask`` of each byte, ``others`` in the rest: one instruction, which LLVM would take apart where it
+    sees that look-ups pass over some of the bits."""
+    ty = codes.type
+    fn = e.intrinsic("llvm.x86.avx512.pternlog.d.512", ty, [ty, ty, ty, I32])
+    return e.b.call(fn, [codes, others, e.const(ty, code_mask * 0x01010101), e.i32(0xE4)])
 
 
 def _signed(v: int) -> int:

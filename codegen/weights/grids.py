@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import I8, I16, I32, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import (
@@ -112,6 +113,10 @@ class Grid(Scaled):
         """The n in ``scale = d * (2 n + 1) / denominator``."""
         return np.maximum(integer_scales(scale * np.float32(self.book.denominator), d), 1) - 1 >> 1
 
+    def offset_on(self, target: Target) -> int:
+        """128 where products take all unsigned bytes: the sum of the activations then needs no shift."""
+        return 128 if target.vnni else self.offset
+
     def parts(self, e: Emitter, c: Cursor, steps: list[Value]) -> Parts:
         ints = steps[0].type
         odd = [e.b.or_(e.b.shl(n, e.const(ints, 1)), e.const(ints, 1)) for n in steps]
@@ -179,7 +184,7 @@ class Signed(Grid):
         signs = load_word(e, c, self.index_words)
         if tables.byte_permutes(e):
             words = [load_word(e, c, w) for w in range(self.index_words)]
-            by_code = [self.offset + m for m in self.book.magnitudes]
+            by_code = [self.offset_on(e.target) + m for m in self.book.magnitudes]
             quads = signed_by_bytes(e, self.codebook, words, high, signs, self.book.columns, by_code)
         elif self.book.columns == 4:
             quads = self._four(e, self.nibbles(e, c, high), signs)
@@ -189,20 +194,21 @@ class Signed(Grid):
 
     def _four(self, e: Emitter, codes: list[Value], signs: Value) -> list[Value]:
         """Codes of three bits: the sign becomes the fourth bit of an index."""
-        table = [self.offset + m for m in self.book.magnitudes] + [self.offset - m for m in self.book.magnitudes]
+        offset = self.offset_on(e.target)
+        table = [offset + m for m in self.book.magnitudes] + [offset - m for m in self.book.magnitudes]
         indices = [e.b.or_(n, masked(e, signs, 3 - q, 8)) for q, n in enumerate(codes)]
         return tables.lookup16(e, indices, table)
 
     def _eight(self, e: Emitter, nibbles: list[Value], signs: Value) -> list[Value]:
         """Two codes of two bits in each byte."""
-        values = [self.offset + m for m in (*self.book.magnitudes, 0)]
+        values = [self.offset_on(e.target) + m for m in (*self.book.magnitudes, 0)]
         first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
         magnitudes = [v for n in nibbles for t in (first, second) for v in tables.lookup16(e, [n], t)]
         return [self._sign(e, signs, q, u) for q, u in enumerate(magnitudes)]
 
     def _sign(self, e: Emitter, signs: Value, q: int, u: Value) -> Value:
         """2 * offset - u where the sign bit is set: the offset minus the magnitude."""
-        lanes, both = e.target.lanes, 2 * self.offset
+        lanes, both = e.target.lanes, 2 * self.offset_on(e.target)
         if lanes == 1:  # every byte of u is below 2 * offset: no borrow
             minus = e.b.sub(e.const(u.type, both * 0x01010101 - (1 << 32)), u)
             return pick(e, e.b.mul(masked(e, signs, -q, 1), e.i32(255)), minus, u)
@@ -255,7 +261,7 @@ class Ternary(Grid):
             steps = [b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4))]
         words = [load_word(e, c, 0)]
         nibbles = look_up(e, self.codebook, words, field)
-        values = [self.offset + 1 + 8 * (i - 1) for i in range(4)]
+        values = [self.offset_on(e.target) + 1 + 8 * (i - 1) for i in range(4)]
         first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
         quads = []
         for g, nibble in enumerate(nibbles):

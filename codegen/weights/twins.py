@@ -92,7 +92,7 @@ def integer_scales(scale: np.ndarray, d: np.ndarray) -> np.ndarray:
 class Scaled(WeightFormat):
     """A d per 256 columns, and bytes per group."""
 
-    columns, mode, offset, integer_scales = 256, "q8_k", 128, True
+    columns, mode, offset, integer_scales, together = 256, "q8_k", 128, True, 2
 
     def __init__(self, type_name: str) -> None:
         self.type_name = type_name  # type: ignore[misc]
