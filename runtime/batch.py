@@ -97,24 +97,34 @@ def make_batch(
 
 
 def check_order(batch: Batch, cells: KVCells, causal: bool = True) -> None:
-    """Refuse positions that leave a gap in a sequence, go back in it, or come twice: a token there would see keys of tokens that never saw
-    it, or be rotated as if there were more text before it.
+    """Refuse positions that a sequence already holds, and batches in which a sequence goes back: what a token sees would depend on where
+    the batch is cut into micro-batches.
 
-    An empty sequence may begin anywhere. Embeddings, which may be parts of one image, may stand at the position before them. Tokens that
-    see each other (``causal`` off) may come in any order.
+    Gaps are allowed, and so is filling one later: masks and rotations go by position alone. Embeddings, which may be parts of one image,
+    may share a position. Tokens that see each other (``causal`` off) may come in any order.
     """
-    order = range(len(batch)) if causal else np.argsort(batch.pos, kind="stable").tolist()
     last: dict[int, int] = {}
+    order = range(len(batch)) if causal else np.argsort(batch.pos, kind="stable").tolist()
     for i in order:
         pos, group = int(batch.pos[i]), batch.seqs[i]
         for seq in group if isinstance(group, tuple) else (int(group),):
-            before = last[seq] if seq in last else cells.pos_max(seq)
-            if before >= 0 and pos != before + 1 and not (batch.embd is not None and pos == before):
+            before = last.get(seq, -1)
+            if pos < before or (batch.embd is None and (pos == before or _holds(cells.list_of(seq).pos, pos))):
+                wrong = f"comes after position {before}" if pos < before else "is taken"
                 raise RuntimeRefusal(
-                    f"decode: tokens follow one another: position {before + 1} of sequence {seq} is next, the batch has {pos}; leave pos "
-                    "out, or remove what the sequence holds from there on (seq_rm)"
+                    f"decode: position {pos} of sequence {seq} {wrong}; leave pos out to go on at {max(cells.pos_max(seq), before) + 1}, "
+                    f"or {_REMEDY[pos < before]}"
                 )
             last[seq] = pos
+
+
+def _holds(positions: np.ndarray, pos: int) -> bool:
+    """Whether sorted ``positions`` hold ``pos``."""
+    at = int(np.searchsorted(positions, pos))
+    return at < len(positions) and int(positions[at]) == pos
+
+
+_REMEDY = ("remove what the sequence holds there first (seq_rm)", "put the batch in order")
 
 
 _FIRST_ROW = np.zeros(1, np.int64)

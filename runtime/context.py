@@ -125,9 +125,9 @@ class Context:
     ) -> np.ndarray:
         """Evaluate tokens (or embeddings f32 [n, n_embd]) and return f32 logits [rows, n_vocab] in the order of the batch.
 
-        ``pos`` None continues each sequence, and given positions must do so (``batch.check_order``); ``seq`` is one id, one per token, or
-        several per token; ``logits`` names the rows: ``last``, ``all``, ``none`` or indices. A refusal with ``soft`` set means the cache
-        had no room (or a pending shift is impossible) and that nothing was changed.
+        ``pos`` None continues each sequence; given positions must be free and in order (``batch.check_order``); ``seq`` is one id, one
+        per token, or several per token; ``logits`` names the rows: ``last``, ``all``, ``none`` or indices. A refusal with ``soft`` set
+        means the cache had no room (or a pending shift is impossible) and that nothing was changed.
         """
         out: list[np.ndarray] = []
         batch = make_batch(self.cells, tokens, pos, seq, logits, self.n_vocab, embd, self.artifact.manifest.n_embd)

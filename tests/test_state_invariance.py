@@ -310,7 +310,7 @@ def test_positions_are_those_that_follow(artifact, reference):  # S107
         with pytest.raises(RuntimeRefusal, match="position 0 of sequence 0 is next, the batch has 4 to 4"):
             s.decode([tokens[0]], [4])
         s.decode(tokens[:20])
-        for pos, following in (([19], 20), ([21], 20), ([20, 22], 21), ([21, 20], 20)):
-            with pytest.raises(RuntimeRefusal, match=f"position {following} of sequence 0 is next"):
+        for pos, words in (([19], "is taken"), ([21], "is next"), ([20, 22], "is next"), ([21, 20], "comes after position 21")):
+            with pytest.raises(RuntimeRefusal, match=words):
                 s.decode(tokens[: len(pos)], pos)
         assert np.array_equal(s.decode(tokens[20:40], list(range(20, 40)), logits="all"), reference[20:40])

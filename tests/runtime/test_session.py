@@ -189,25 +189,33 @@ def test_bad_arguments_are_refused_before_anything_changes(session, kwargs, mess
 @pytest.mark.parametrize(
     ("pos", "seq", "named"),
     [
-        ([6], 0, "position 5 of sequence 0 is next, the batch has 6"),  # a gap
-        ([4], 0, "the batch has 4"),  # taken
-        ([2], 0, "the batch has 2"),  # before the end
-        ([5, 7], 0, "position 6 of sequence 0 is next, the batch has 7"),
-        ([5, 5], 0, "position 6 of sequence 0 is next, the batch has 5"),
-        ([6, 5], 0, "position 5 of sequence 0 is next"),
-        ([9, 3, 5], [1, 2, 2], "position 4 of sequence 2 is next, the batch has 5"),
-        (None, [(0, 3)], "position 3 of sequence 3 is next, the batch has 5"),
+        ([4], 0, "position 4 of sequence 0 is taken; leave pos out to go on at 5, or remove"),
+        ([2], 0, "position 2 of sequence 0 is taken"),
+        ([5, 5], 0, "position 5 of sequence 0 is taken; leave pos out to go on at 6"),
+        ([6, 5], 0, "position 5 of sequence 0 comes after position 6; leave pos out to go on at 7, or put the batch in order"),
+        ([9, 3, 3], [1, 2, 2], "position 3 of sequence 2 is taken"),
+        (None, [(0, 3)], "position 5 of sequence 3 is taken"),
     ],
 )
-def test_positions_follow_one_another(session, pos, seq, named):
+def test_positions_are_free_and_in_order(session, pos, seq, named):
     s = session(n_seq_max=4)
     s.decode(TOKENS[:5])
-    s.decode(TOKENS[:3], seq=3)
+    s.decode(TOKENS[:3], [0, 1, 5], seq=3)
     n = len(pos or [5])
     with pytest.raises(RuntimeRefusal, match=named):
         s.decode(TOKENS[5 : 5 + n], pos, seq)
     assert s.cells.used == 8 and s.pos_max(0) == 4
     assert np.array_equal(s.decode(TOKENS[5:6], [5]), expected(TOKENS[:6], [5]))
+
+
+def test_a_gap_may_be_left_and_filled(session):
+    """Whatever the order in which positions came, a token sees those before its own."""
+    s = session()
+    s.decode(TOKENS[:5])
+    s.decode(TOKENS[8:10], [8, 9])
+    s.decode(TOKENS[5:8], [5, 6, 7])
+    s.seq_rm(0, 8, -1)
+    assert np.array_equal(s.decode(TOKENS[8:9]), expected(TOKENS[:9], [8]))
 
 
 def test_an_empty_sequence_begins_anywhere(session):
@@ -224,9 +232,8 @@ def test_embeddings_may_share_a_position(session):
     s.decode(embd=rows, pos=[5, 5, 5])
     s.decode(embd=rows, pos=[5, 6, 6])  # the rest of an image, then another
     assert s.cells.list_of(0).pos.tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5, 6, 6]
-    for pos in ([8], [5]):
-        with pytest.raises(RuntimeRefusal, match="position 7 of sequence 0 is next"):
-            s.decode(embd=rows[:1], pos=pos)
+    with pytest.raises(RuntimeRefusal, match="position 7 of sequence 0 comes after position 8"):
+        s.decode(embd=rows, pos=[7, 8, 7])
 
 
 def test_the_last_position_is_not_passed(session):
@@ -428,7 +435,7 @@ def test_a_reused_prefix_never_changes_the_logits(toy, steps, prompt):  # S112
             if op == "decode":
                 s.decode([100 + args[2] % 2] * args[1], seq=args[0])
             elif op == "at":
-                with contextlib.suppress(RuntimeRefusal):  # only an empty sequence may begin there
+                with contextlib.suppress(RuntimeRefusal):  # it may be taken
                     s.decode([100 + args[2] % 2], pos=[args[1]], seq=args[0])
             elif op == "generate":
                 s.keep_prefix(args[1], args[0])

@@ -178,8 +178,12 @@ def test_states_of_the_other_kind_are_refused(both):
 def test_what_one_window_cannot_hold_is_refused(both, compiled):
     _, small = both()
     small.decode(TEXT[:20], logits="none")
-    for pos, following in (([19], 20), ([22], 20), ([20, 22], 21)):
-        with pytest.raises(RuntimeRefusal, match=f"tokens follow one another: position {following} of sequence 0 is next"):
+    for pos, words in (
+        ([19], "position 19 of sequence 0 is taken"),
+        ([22], "tokens follow one another: position 20 is next"),
+        ([20, 22], "tokens follow one another: position 20 is next"),
+    ):
+        with pytest.raises(RuntimeRefusal, match=words):
             small.decode(TEXT[: len(pos)], pos)
     with pytest.raises(RuntimeRefusal, match="with compacted window caches tokens follow one another: position 20 is next"):
         small.decode(embd=np.zeros((2, small.artifact.manifest.n_embd)), pos=[20, 20])
