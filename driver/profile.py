@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ggufc.formats.artifact import evaluate
+from ggufc.formats.artifact import evaluate, layer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ggufc.runtime.cuda import Device
 
 _STREAM_BYTES = 1 << 28
-_LAYER = re.compile(r"blk\.\d+\.")
 _FEED_FORWARD = re.compile(r"(ffn|post_ffw|exp)")
 
 
@@ -39,7 +38,7 @@ class Entry:
     @property
     def group(self) -> str:
         """``blk.*.attn``, ``blk.*.ffn``, ``embedding`` or ``output``."""
-        if not _LAYER.match(self.node):
+        if layer_of(self.node) is None:
             return "embedding" if self.node.startswith("embd") else "output"
         return "blk.*.ffn" if _FEED_FORWARD.search(self.node) else "blk.*.attn"
 

@@ -7,6 +7,7 @@ as ``KV*T`` is a product of symbols (only graphs with unfused attention have tho
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -20,6 +21,8 @@ IMAGE_TENSOR = "ggufc.image"
 DIGESTS_TENSOR = "ggufc.digests"
 """Bytes of the last tensor: the sha256 (32 bytes) of every tensor before it, in the file's order."""
 
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
 Affine = dict[str, int]
 
 
@@ -31,6 +34,12 @@ def evaluate(form: Affine, env: Mapping[str, int]) -> int:
             factor *= env[symbol]
         total += factor
     return total
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a node, tensor or cache is named after (``blk.3.attn_q`` -> 3); None outside layers."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def numel(ne: Iterable[Affine], env: Mapping[str, int]) -> int:

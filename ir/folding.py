@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import networkx as nx
 
+from ggufc.formats.artifact import layer_of
 from ggufc.ir.errors import IRError
 from ggufc.ir.graph import Graph, Node
 from ggufc.ir.text import print_graph, value
-
-_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,11 @@ class Picture:
         return g
 
 
-def layer_of(node: Node) -> int | None:
-    """The layer in a node's name (``blk.3.attn_q`` -> 3)."""
-    m = _LAYER.match(node.name)
-    return int(m[1]) if m else None
-
-
 def layers(g: Graph) -> dict[Node, int | None]:
     """The layer of every node; one without a name belongs where its latest operand does."""
     found: dict[Node, int | None] = {}
     for n in g.nodes:
-        own = layer_of(n)
+        own = layer_of(n.name)
         if own is None and not n.name:
             own = max((i for i in (found.get(o) for o in n.operands) if i is not None), default=None)
         found[n] = own

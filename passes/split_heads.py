@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ggufc.formats.artifact import layer_of
 from ggufc.ir import Graph, Node
 from ggufc.ir.dims import Dim, IntDim
 from ggufc.ir.layout import layout
@@ -17,7 +18,6 @@ from ggufc.passes.node_budget import ESTIMATE
 ANALYSIS = "split-heads"
 REST = ".rest"
 """What the cache of a layer's other heads adds to the name of the first ones'."""
-_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 _CHOICE = re.compile(r"(\d+)(?:-(\d+))?:(\d+)\Z")
@@ -71,14 +71,19 @@ class SplitHeads(Pass):
         users = graph.users()
         reasons = {node: why for node in found if (why := self._why_whole(node, users))}
         if self.last < _ALL:
-            self._refuse(reasons, bool(found))
+            self._refuse(reasons, bool(found), bool(attentions))
         divided = [node for node in found if node not in reasons]
         if divided:
             _rebuild(graph, divided, self.heads)
         return PassResult(bool(divided), {"divided": len(divided), "whole": len(reasons)})
 
-    def _refuse(self, reasons: dict[Node, str], any_found: bool) -> None:
+    def _refuse(self, reasons: dict[Node, str], any_found: bool, any_fused: bool) -> None:
         """PassError for layers that were asked for and have nothing to divide."""
+        if not any_fused:
+            raise PassError(
+                "split-heads: no attention over a cache is fused, and values that are read column by column cannot be divided by heads; "
+                "leave flash attention on and the pass fuse-attention in, or divide nothing"
+            )
         if not any_found:
             raise PassError(f"split-heads: layers {self.first} to {self.last} have no attention over KV heads; choose layers that have")
         for node, why in reasons.items():
@@ -102,8 +107,7 @@ class SplitHeads(Pass):
 def _layer(attention: Node) -> int | None:
     """The layer whose cache an attention reads; None for caches divided already."""
     name = _leaf(attention.operands[1]).attrs["name"]
-    match = _LAYER.match(name)
-    return None if match is None or name.endswith(REST) else int(match[1])
+    return None if name.endswith(REST) else layer_of(name)
 
 
 def _leaf(version: Node) -> Node:

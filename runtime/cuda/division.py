@@ -8,15 +8,12 @@ what is overwritten first does not. Of a cache divided by heads (``passes.split_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ggufc.formats import artifact as fmt
 from ggufc.formats.errors import ArtifactError
 from ggufc.runtime.errors import RuntimeRefusal
-
-_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass
@@ -35,10 +32,7 @@ def places(program: fmt.Program, n_layer: int, n_gpu_layers: int, on_host: Colle
     """Per launch whether it runs on the device. ``on_host``: caches that stay on the host whatever their layer does, with the launches
     that use them.
     """
-    layers: list[int | None] = []
-    for launch in program.launches:
-        match = _LAYER.match(launch.node)
-        layers.append(int(match[1]) if match else None)
+    layers = [fmt.layer_of(launch.node) for launch in program.launches]
     everything = n_gpu_layers > n_layer
     first = n_layer - n_gpu_layers
     named = [i for i, layer in enumerate(layers) if layer is not None]

@@ -320,7 +320,8 @@ class CudaExecutor(Binding):
         self._free()
         self._weights.release()
         self._weights = None
-        self._closing()
+        if self._owner:
+            self._closing()
 
     def __enter__(self) -> CudaExecutor:
         return self

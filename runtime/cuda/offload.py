@@ -91,9 +91,7 @@ class OffloadExecutor:
         self._stretches = divide(self.program, writes, on_device)
         pieces = [Piece(s.launches, s.incoming, s.outgoing) for s in self._stretches if s.on_device]
         segments = [s.launches for s in self._stretches if not s.on_device]
-        self._host = Executor(
-            artifact, program, sizes, share=None if share is None else share._host, segments=segments, caches=host_caches
-        )
+        self._host = Executor(artifact, program, sizes, share=None if share is None else share._host, segments=segments, caches=host_caches)
         try:
             self._device = CudaExecutor(
                 artifact,

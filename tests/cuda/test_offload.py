@@ -121,6 +121,25 @@ def test_no_layers_on_the_device_are_the_bits_of_the_cpu(model):
     assert not device.copied["to"]
 
 
+@pytest.mark.parametrize("n", [0, 1, -1])
+def test_a_session_that_closes_says_so_once(model, n):
+    """Whoever opened the device for it can close it, wherever the layers ran; a session that never came up closes nothing."""
+    closed: list[str] = []
+    device = SimtDevice(races=False)
+    s = Session(model.path, n_ctx=256, n_threads=1, executor=on_device(device, n_gpu_layers=n, closing=lambda: closed.append("closed")))
+    s.decode(TOKENS[:2])
+    s.decode(embd=np.zeros((1, s.artifact.manifest.n_embd), np.float32))  # a second executor, which shares the first one's memory
+    assert not closed
+    s.close()
+    s.close()
+    assert closed == ["closed"]
+    with pytest.raises(RuntimeRefusal, match=r"give a whole number from 1 to|free, .* are needed"):
+        small, threads = SimtDevice(free=1 << 20), 0 if n == 0 else 1
+        make = on_device(small, n_gpu_layers=n, closing=lambda: closed.append("again"))
+        Session(model.path, n_ctx=256, n_threads=threads, executor=make)
+    assert closed == ["closed"]
+
+
 def test_bits_do_not_depend_on_the_batch(model):
     """S65 across a border; from the second token of a shape on, its pieces are replayed."""
     device = SimtDevice(races=False)

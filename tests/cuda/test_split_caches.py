@@ -232,6 +232,13 @@ def test_layers_asked_for_by_number_must_be_divisible():
         divided_graph(latent, "0:1")
 
 
+def test_attention_that_is_not_fused_is_not_divided():
+    """S4: values read column by column, as without flash attention, disable the division with a message; a default pass stays silent."""
+    with pytest.raises(PassError, match="values that are read column by column cannot be divided by heads; leave flash attention on"):
+        SplitHeads(0, 0, 1).apply(Graph("unfused", "llama"))
+    assert not SplitHeads().apply(Graph("unfused", "llama")).changed
+
+
 def divided_graph(case: Path, choice: str) -> Graph:
     options = CompileOptions(pipeline=with_split(DEFAULT_PIPELINE, [choice]), builder=graph_options({}))
     with frontend.open_model(case / "model.gguf") as (_, model):
