@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,14 @@ _FEED_FORWARD = re.compile(r"(ffn|post_ffw|exp)")
 
 @dataclass(frozen=True)
 class Entry:
-    """One launch: seconds waiting for earlier launches, seconds working, bytes it moves."""
+    """One launch: seconds waiting for earlier launches, seconds working, bytes it moves, and where it runs (``CPU`` or ``GPU``)."""
 
     node: str
     kernel: str
     waiting: float
     working: float
     bytes: int
+    place: str = "CPU"
 
     @property
     def group(self) -> str:
@@ -98,41 +99,58 @@ def record(session: Session, test: Test) -> list[Entry]:
     env = {"T": step, "O": 1, "C": session.cells.size, "KV": session.cells.n_kv(), "R": session.cells.used}
     kernels = session.artifact.manifest.kernels
     return [
-        Entry(launch.node, kernels[launch.kernel].signature, float(wait), float(work), evaluate(launch.bytes, env))
-        for launch, (wait, work) in zip(executor.program.launches, times)
+        Entry(
+            launch.node,
+            kernels[launch.kernel].signature,
+            float(wait),
+            float(work),
+            evaluate(launch.bytes, env),
+            "GPU" if executor.on_device(i) else "CPU",
+        )
+        for i, (launch, (wait, work)) in enumerate(zip(executor.program.launches, times))
     ]
 
 
-def report(entries: Sequence[Entry], limit: float, top: int = 12) -> list[str]:
-    """Two tables: node groups (with ``barriers``: waiting for other launches), and the kernels that take longest. ``limit``: bytes/s."""
+def report(entries: Sequence[Entry], limits: Mapping[str, float], top: int = 12) -> list[str]:
+    """Two tables: node groups (with ``barriers``: waiting for other launches and copies), and the kernels that take longest. ``limits``:
+    bytes per second that the memory of each place moves; with more than one place, groups and kernels are told apart by it.
+    """
     whole = sum(e.waiting + e.working for e in entries) or 1.0
-    lines = [f"{'group':12} {'launches':>8} {'us':>9} {'share':>6} {'MB':>8} {'GB/s':>6} {'% of stream read':>17}"]
-    groups: dict[str, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.group, []).append(entry)
-    for name, members in sorted(groups.items(), key=lambda item: -sum(e.working for e in item[1])):
-        lines.append(_line(name, len(members), sum(e.working for e in members), whole, sum(e.bytes for e in members), limit))
-    lines.append(
-        f"{'barriers':12} {'':8} {1e6 * sum(e.waiting for e in entries):9.1f} {100 * sum(e.waiting for e in entries) / whole:5.1f}%"
-    )
-    lines.append(_line("total", len(entries), whole, whole, sum(e.bytes for e in entries), limit))
-    kernels: dict[str, list[Entry]] = {}
-    for entry in entries:
-        kernels.setdefault(entry.kernel, []).append(entry)
-    order = sorted(kernels.items(), key=lambda item: -sum(e.working for e in item[1]))
+    groups = _gathered(entries, len(limits) > 1, lambda entry: entry.group)
+    width = max([12, *(len(name) for name in groups)])
+    lines = [f"{'group':{width}} {'launches':>8} {'us':>9} {'share':>6} {'MB':>8} {'GB/s':>6} {'% of stream read':>17}"]
+
+    def line(name: str, members: Sequence[Entry], seconds: float) -> str:
+        size = sum(e.bytes for e in members)
+        ideal = sum(e.bytes / limits[e.place] for e in members)
+        speed, share = (size / seconds, ideal / seconds) if seconds else (0.0, 0.0)
+        left = f"{name:{width}} {len(members):8} {1e6 * seconds:9.1f} {100 * seconds / whole:5.1f}%"
+        return f"{left} {size / 1e6:8.2f} {speed / 1e9:6.1f} {100 * share:16.0f}%"
+
+    lines += [line(name, members, _worked(members)) for name, members in groups.items()]
+    waited = sum(e.waiting for e in entries)
+    lines.append(f"{'barriers':{width}} {'':8} {1e6 * waited:9.1f} {100 * waited / whole:5.1f}%")
+    lines.append(line("total", entries, whole))
+    kernels = _gathered(entries, len(limits) > 1, lambda entry: entry.kernel)
     lines.append("kernels")
-    for name, members in order[:top]:
-        seconds = sum(e.working for e in members)
+    for name, members in list(kernels.items())[:top]:
+        seconds = _worked(members)
         lines.append(f"  {100 * seconds / whole:5.1f}% {1e6 * seconds / len(members):8.1f} us x {len(members):<4} {_short(name)}")
-    if len(order) > top:
-        lines.append(f"  and {len(order) - top} more")
+    if len(kernels) > top:
+        lines.append(f"  and {len(kernels) - top} more")
     return lines
 
 
-def _line(name: str, launches: int, seconds: float, whole: float, size: int, limit: float) -> str:
-    speed = size / seconds if seconds else 0.0
-    left = f"{name:12} {launches:8} {1e6 * seconds:9.1f} {100 * seconds / whole:5.1f}%"
-    return f"{left} {size / 1e6:8.2f} {speed / 1e9:6.1f} {100 * speed / limit:16.0f}%"
+def _gathered(entries: Sequence[Entry], by_place: bool, what: Callable[[Entry], str]) -> dict[str, list[Entry]]:
+    """Entries by name, and by place before it if wanted; what takes longest first."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(f"{entry.place} {what(entry)}" if by_place else what(entry), []).append(entry)
+    return dict(sorted(found.items(), key=lambda item: -_worked(item[1])))
+
+
+def _worked(entries: Sequence[Entry]) -> float:
+    return sum(e.working for e in entries)
 
 
 def _short(signature: str, width: int = 110) -> str:

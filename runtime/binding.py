@@ -73,7 +73,11 @@ class BoundProgram(Protocol):
 
     def output(self, name: str) -> np.ndarray: ...
 
-    def profile(self) -> np.ndarray: ...
+    def profile(self) -> np.ndarray:
+        """i64 [launches, 2]: what each launch of the last ``eval`` waited and worked, all in one unit."""
+
+    def on_device(self, launch: int) -> bool:
+        """Whether a launch runs on a GPU."""
 
     def close(self) -> None: ...
 
@@ -284,6 +288,10 @@ class Binding:
             if not 0 <= value <= self._most[name]:
                 raise RuntimeRefusal(f"a micro-batch with {name} = {value} exceeds what was allocated ({self._most[name]})")
             self.params[_INDEX[name]] = value
+
+    def on_device(self, launch: int) -> bool:
+        """Whether a launch runs on a GPU."""
+        return False
 
     def env(self) -> dict[str, int]:
         """The symbols of the last micro-batch."""

@@ -61,7 +61,7 @@ class Executor(Binding):
         else:
             self.image, self.buffers, self.team = share.image, share.buffers, share.team
         self.caches = joined(self.buffers)
-        self._profile: np.ndarray | None = None
+        self._profile: list[np.ndarray] | None = None
         self._closing: Callable[[], None] | None = None
         try:
             self._allocate()
@@ -204,14 +204,21 @@ class Executor(Binding):
 
     def enable_profile(self, on: bool = True) -> None:
         """Record the cycle counter at each launch; read with ``profile``."""
-        self._profile = np.zeros(2 * len(self.program.launches) + 1, np.int64) if on else None
-        self._exec[0, abi.EXEC_PROFILE] = 0 if self._profile is None else self._profile.__array_interface__["data"][0]
+        counts = [np.zeros(2 * len(segment) + 1, np.int64) for segment in self._segments]
+        for record, words in zip(self._exec, counts):
+            record[abi.EXEC_PROFILE] = words.__array_interface__["data"][0] if on else 0
+        self._profile = counts if on else None
 
     def profile(self) -> np.ndarray:
-        """i64 [launches, 2]: cycles thread 0 waited for earlier launches, and worked, in the last ``eval``."""
+        """i64 [launches, 2]: cycles thread 0 waited for earlier launches, and worked, in the last ``eval``; 0 for launches that do not run
+        here.
+        """
         if self._profile is None:
             raise RuntimeRefusal("profiling is off; create the executor with profile=True")
-        return np.diff(self._profile).reshape(-1, 2)
+        found = np.zeros((len(self.program.launches), 2), np.int64)
+        for segment, words in zip(self._segments, self._profile):
+            found[segment.start : segment.stop] = np.diff(words).reshape(-1, 2)
+        return found
 
     def close(self) -> None:
         """Stop the threads if they are this executor's own. Safe to call twice."""

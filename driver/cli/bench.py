@@ -141,13 +141,16 @@ def _size(model: str, session: Session) -> tuple[int, int]:
 def _show_profile(session: Session, test: Test, threads: int) -> None:
     from ggufc.cli import terminal
     from ggufc.profile import device_fill, record, report, stream_read
-    from ggufc.runtime.cuda import CudaExecutor
+    from ggufc.runtime.cuda import CudaExecutor, OffloadExecutor
 
-    if isinstance(session.executor, CudaExecutor):
-        limit = device_fill(session.executor.device)
-        terminal.say(f"{test.name}, {session.executor.where}; memory is filled at {limit / 1e9:.1f} GB/s")
-    else:
-        limit = stream_read(threads)
-        terminal.say(f"{test.name}, {threads} threads; memory is read at {limit / 1e9:.1f} GB/s")
-    for line in [*report(record(session, test), limit), *session.stats.reuse_lines()]:
+    entries = record(session, test)
+    limits, told = {}, []
+    if isinstance(session.executor, (CudaExecutor, OffloadExecutor)):
+        limits["GPU"] = device_fill(session.executor.device)
+        told.append(f"the GPU's memory is filled at {limits['GPU'] / 1e9:.1f} GB/s")
+    if any(entry.place == "CPU" for entry in entries):
+        limits["CPU"] = stream_read(threads)
+        told.append(f"memory is read at {limits['CPU'] / 1e9:.1f} GB/s")
+    terminal.say(f"{test.name}, {session.executor.where}; {', '.join(told)}")
+    for line in [*report(entries, limits), *session.stats.reuse_lines()]:
         terminal.say(f"  {line}")

@@ -91,7 +91,7 @@ class CudaExecutor(Binding):
     ) -> None:
         self._owned: list[int] = []
         self._owner, self._closing = share is None, closing
-        self._marks: list[Any] | None = None
+        self._marks: list[list[Any]] | None = None
         if share is None:
             if device is None:
                 raise RuntimeRefusal("a CUDA executor needs a device; open one with ggufc.runtime.cuda.open_device()")
@@ -241,7 +241,7 @@ class CudaExecutor(Binding):
         self._set_symbols(self._args, T, O, R, KV, head, entries)
         self.n_evals += 1
         if self._marks is not None:
-            self._marks = []
+            self._marks = [[] for _ in self._pieces]
 
     def run(self, index: int) -> None:
         """Run one piece: copy in what it reads, start its launches, copy out what it made, wait. The slots in ``staged`` are the caller's
@@ -250,15 +250,18 @@ class CudaExecutor(Binding):
         env = self.env()
         shape, top = self._launches.shape(env, self._most)
         piece = self._pieces[index]
+        marks = None if self._marks is None else self._marks[index]
 
         def issue() -> None:
+            if marks is not None:
+                marks.append(self._device.mark())
             self._copy_in(piece, top, first=index == 0)
-            self._launches.start(piece.launches, env, self._marks)
+            if marks is not None:
+                marks.append(self._device.mark())
+            self._launches.start(piece.launches, env, marks)
             self._copy_out(piece, top, last=index == len(self._pieces) - 1)
 
-        if self._marks is not None:
-            self._marks.append(self._device.mark())
-        if self._marks is not None or self.program.fixups:  # a recording has fixed arguments and no marks
+        if marks is not None or self.program.fixups:  # a recording has fixed arguments and no marks
             issue()
         else:
             self._recordings.run((index, shape), issue)
@@ -297,11 +300,22 @@ class CudaExecutor(Binding):
         self._marks = [] if on else None
 
     def profile(self) -> np.ndarray:
-        """i64 [launches, 2]: nanoseconds each launch of the last ``eval`` waited (0: launches follow one another) and worked."""
+        """i64 [launches, 2]: nanoseconds each launch of the last ``eval`` waited and worked. Launches follow one another, so only the first
+        of a piece waits: for what is copied to the device. 0 for launches that do not run here.
+        """
         if self._marks is None:
             raise RuntimeRefusal("profiling is off; create the executor with profile=True")
-        worked = [round(1e6 * self._device.elapsed(a, b)) for a, b in pairwise(self._marks)]
-        return np.array([[0, nanoseconds] for nanoseconds in worked], np.int64)
+        found = np.zeros((len(self.program.launches), 2), np.int64)
+        for piece, marks in zip(self._pieces, self._marks):
+            spent = [round(1e6 * self._device.elapsed(a, b)) for a, b in pairwise(marks)]
+            if spent:
+                found[piece.launches.start, 0] = spent[0]
+                found[piece.launches.start : piece.launches.stop, 1] = spent[1:]
+        return found
+
+    def on_device(self, launch: int) -> bool:
+        """Whether a launch runs on a GPU: all do."""
+        return True
 
     def _free(self) -> None:
         for address in self._owned:

@@ -7,6 +7,7 @@ heads the first part is where its layer runs, the rest on the host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy as np
 from ggufc.formats import artifact as fmt
 from ggufc.runtime.artifact import Artifact
 from ggufc.runtime.caches import Caches, joined
-from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.executor import Executor
 from ggufc.runtime.rows import CacheRows
 from ggufc.runtime.sizes import DEFAULT_SIZES, Limits, Sizes
@@ -24,8 +24,6 @@ from .device import Device
 from .division import Stretch, check_caches, divide, places
 from .executor import CudaExecutor, Piece
 from .weights import Progress
-
-_NO_PROFILE = "profiling is for one place at a time; run everything on the CPU or everything on the device"
 
 
 class DividedCaches:
@@ -78,8 +76,6 @@ class OffloadExecutor:
         progress: Progress | None = None,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
-        if profile:
-            raise RuntimeRefusal(_NO_PROFILE)
         if share is not None:
             n_gpu_layers = share.n_gpu_layers
         self.n_gpu_layers = n_gpu_layers
@@ -91,13 +87,16 @@ class OffloadExecutor:
         self._stretches = divide(self.program, writes, on_device)
         pieces = [Piece(s.launches, s.incoming, s.outgoing) for s in self._stretches if s.on_device]
         segments = [s.launches for s in self._stretches if not s.on_device]
-        self._host = Executor(artifact, program, sizes, share=None if share is None else share._host, segments=segments, caches=host_caches)
+        self._host = Executor(
+            artifact, program, sizes, share=None if share is None else share._host, profile=profile, segments=segments, caches=host_caches
+        )
         try:
             self._device = CudaExecutor(
                 artifact,
                 program,
                 sizes,
                 share=None if share is None else share._device,
+                profile=profile,
                 device=device,
                 progress=progress,
                 pieces=pieces,
@@ -111,6 +110,7 @@ class OffloadExecutor:
         self.inputs, self.input_specs, self.limits = self._host.inputs, self._host.input_specs, self._host.limits
         self._sent = self._device.names("input")
         self._from_device = set(self._device.names("output"))
+        self._host_seconds = [0.0] * len(self._stretches)
 
     @property
     def n_threads(self) -> int:
@@ -120,6 +120,11 @@ class OffloadExecutor:
     def where(self) -> str:
         """What runs the program, in words."""
         return f"{self._device.where} for {self.n_gpu_layers} layers, {self._host.where}"
+
+    @property
+    def device(self) -> Device:
+        """The device, for measurements."""
+        return self._device.device
 
     @property
     def crossing(self) -> list[Stretch]:
@@ -141,14 +146,16 @@ class OffloadExecutor:
             used = fmt.numel(self._host.input_of(name).ne, env)
             device.inputs[name][:used] = host.inputs[name][:used]
         done = {True: 0, False: 0}
-        for stretch in self._stretches:
+        for i, stretch in enumerate(self._stretches):
             for slot, form in stretch.incoming.items():
                 size = fmt.evaluate(form, env)
                 if stretch.on_device:
                     device.staged[slot][:size] = host.slot(slot)[:size]
                 else:
                     host.slot(slot)[:size] = device.staged[slot][:size]
+            began = time.perf_counter()
             (device if stretch.on_device else host).run(done[stretch.on_device])
+            self._host_seconds[i] = time.perf_counter() - began
             done[stretch.on_device] += 1
 
     def output(self, name: str) -> np.ndarray:
@@ -156,8 +163,19 @@ class OffloadExecutor:
         return (self._device if name in self._from_device else self._host).output(name)
 
     def profile(self) -> np.ndarray:
-        """There is none: RuntimeRefusal."""
-        raise RuntimeRefusal(_NO_PROFILE)
+        """i64 [launches, 2]: nanoseconds each launch of the last ``eval`` waited and worked, wherever it ran. The host's cycles are scaled
+        to the time its stretch took.
+        """
+        found, cycles = self._device.profile(), self._host.profile()
+        for stretch, seconds in zip(self._stretches, self._host_seconds):
+            if not stretch.on_device:
+                rows = slice(stretch.launches.start, stretch.launches.stop)
+                found[rows] = np.rint(cycles[rows] * (1e9 * seconds / max(int(cycles[rows].sum()), 1)))
+        return found
+
+    def on_device(self, launch: int) -> bool:
+        """Whether a launch runs on the device."""
+        return next(s.on_device for s in self._stretches if launch in s.launches)
 
     def close(self) -> None:
         """Stop the threads and free the device's memory. Safe to call twice."""

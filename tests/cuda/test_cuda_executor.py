@@ -72,9 +72,8 @@ def test_profile(model):
     with Session(model.path, n_ctx=256, profile=True, executor=on_device(SimtDevice(races=False))) as s:
         s.decode([1, 2])
         times = s.executor.profile()
-        assert (
-            times.shape == (len(s.executor.program.launches), 2) and not times[:, 0].any() and (times[:, 1] >= 0).all() and times.sum() > 0
-        )
+        assert times.shape == (len(s.executor.program.launches), 2) and not times[1:, 0].any(), "only the first waits, for its inputs"
+        assert times.min() >= 0 and times[:, 1].any()
 
 
 # Choosing code, refusing

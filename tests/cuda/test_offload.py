@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -182,12 +183,29 @@ def test_the_embedding_program_shares_both_sides(model):
         np.testing.assert_allclose(s.decode(embd=rows), first, rtol=1e-3, atol=1e-3)
 
 
+def test_profile(model):
+    """Launches of both places in one table of nanoseconds, those of the host scaled to what their stretch took."""
+    with session(model, 1, profile=True) as s:
+        began = time.perf_counter()
+        s.decode(TOKENS[:2])
+        took = 1e9 * (time.perf_counter() - began)
+        times, launches = s.executor.profile(), s.executor.program.launches
+        assert times.shape == (len(launches), 2) and times.min() >= 0 and times.sum() < took
+        there = [s.executor.on_device(i) for i in range(len(launches))]
+        assert there == places(s.executor.program, s.artifact.manifest.n_layer, 1)
+        assert times[there].sum() > 0 and times[[not place for place in there]].sum() > 0
+        for stretch, seconds in zip(s.executor.crossing, s.executor._host_seconds):
+            rows = times[stretch.launches.start : stretch.launches.stop]
+            assert stretch.on_device or abs(rows.sum() - 1e9 * seconds) <= 2 * len(rows)
+            assert not stretch.on_device or not rows[1:, 0].any()
+    with session(model, 1) as s, pytest.raises(RuntimeRefusal, match="profiling is off"):
+        s.executor.profile()
+
+
 def test_refusals(model):
     threads = threading.active_count()
     with pytest.raises(RuntimeRefusal, match=r"1 MiB free, \d+ MiB are needed .*fewer layers on the device \(-ngl\)"):
         session(model, 1, SimtDevice(free=1 << 20))
-    with pytest.raises(RuntimeRefusal, match="profiling is for one place at a time"):
-        session(model, 1, profile=True)
     assert threading.active_count() == threads
 
 

@@ -59,12 +59,28 @@ def test_profiles_add_up_by_group_and_kernel() -> None:
         Entry("blk.0.ffn_down", "mat_mul(n=4)", 0.0, 5e-6, 50_000),
         Entry("logits", "mat_mul(n=9)", 0.0, 10e-6, 100_000),
     ]
-    lines = report(entries, limit=2e10)
+    lines = report(entries, {"CPU": 2e10})
     assert lines[1].split() == ["output", "1", "10.0", "50.0%", "0.10", "10.0", "50%"]
     assert [line.split()[0] for line in lines[1:7]] == ["output", "blk.*.ffn", "blk.*.attn", "embedding", "barriers", "total"]
     assert "5.0%" in lines[5] and lines[6].split()[2] == "20.0"
     assert "40.0%" in lines[9] and "4.0 us x 2" in lines[9]
-    assert report(entries, 2e10, top=1)[-1].strip() == "and 2 more"
+    assert report(entries, {"CPU": 2e10}, top=1)[-1].strip() == "and 2 more"
+
+
+def test_launches_of_two_places_stand_in_one_table() -> None:
+    """Each is measured with the memory it reads; the total by what both could do."""
+    from ggufc.profile import Entry, report
+
+    entries = [
+        Entry("embd", "get_rows(k=2)", 0.0, 1e-6, 1000),
+        Entry("blk.0.ffn_down", "mat_mul(n=4)", 0.0, 8e-6, 80_000),
+        Entry("blk.1.ffn_down", "mat_mul(n=4)", 1e-6, 2e-6, 80_000, "GPU"),
+    ]
+    lines = report(entries, {"GPU": 1e11, "CPU": 2e10})
+    assert [line.split()[:2] for line in lines[1:4]] == [["CPU", "blk.*.ffn"], ["GPU", "blk.*.ffn"], ["CPU", "embedding"]]
+    assert lines[1].split()[-2:] == ["10.0", "50%"] and lines[2].split()[-2:] == ["40.0", "40%"]
+    assert lines[5].split() == ["total", "3", "12.0", "100.0%", "0.16", "13.4", "40%"]
+    assert [line.split("us x 1")[1].split()[0] for line in lines[7:9]] == ["CPU", "GPU"], "one kernel, two places"
 
 
 @pytest.fixture(scope="module")

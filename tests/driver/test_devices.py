@@ -84,6 +84,8 @@ def test_commands_on_a_gpu(gpu, invoke, text_model: Path, tmp_path: Path):
     assert rows[0]["backends"] == "CUDA, SIMT interpreter, 1 layers"
     shown = invoke("bench", text_model, "-p", 0, "-n", 2, "-r", 1, "--device", "cuda", "--profile")
     assert "memory is filled at" in shown.stderr and "mat_mul(" in shown.stderr
+    both = invoke("bench", text_model, "-p", 0, "-n", 2, "-r", 1, "-ngl", 1, "-t", 1, "--profile").stderr
+    assert "1 layers, 1 threads; the GPU's memory is filled at" in both and "GPU blk.*.ffn" in both and "CPU embedding" in both
     case = tmp_path / "case.json"
     case.write_text(json.dumps({"options": {"n_ctx": 64}, "steps": [{"op": "decode_last", "name": "a", "tokens": [1, 5]}]}))
     assert "a: 1x320" in invoke("logits", text_model, case, "-o", tmp_path / "out.npz", "--device", "cuda").stdout
