@@ -1,9 +1,13 @@
-"""Products of many tokens with F32 weights: 64 weight rows by 64 tokens per block, staged in shared memory, f32 multiply-adds.
+"""Products of several tokens with F32 weights: f32 multiply-adds, since tensor cores would round to tf32.
 
-Tensor cores would round to tf32, so sums are the chains of ``products.VectorProduct``: a segment's columns in ascending order, segments in
-ascending order. A thread holds four rows of two groups (gate and up of a gated product) for four tokens: 32 chains, fed by 16-byte
-reads of shared memory, a third of the multiply-adds' time. A stage is a piece of 32 columns; it comes by copies that do not wait, in two
-buffers.
+Sums are the chains of ``products.VectorProduct``: a segment's columns in ascending order, segments in ascending order.
+
+Few tokens, or many with a matrix of few rows (routers): a block takes 16 rows by 16 tokens (8 of a gated product) and reads straight from
+global memory; a warp takes a segment, a lane four rows by two tokens (one).
+
+Many tokens: a block takes 64 rows by 64 tokens, staged in shared memory. A thread holds four rows of two groups (gate and up of a gated
+product) for four tokens: 32 chains, fed by 16-byte reads of shared memory, a third of the multiply-adds' time. A stage is a piece of 32
+columns; it comes by copies that do not wait, in two buffers.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ from ggufc.codegen.kernels.matmul_id import MatMulId
 from ggufc.codegen.weights import weight_format
 from ggufc.codegen.weights.base import ROWS
 
-from .emitter import PtxEmitter
-from .product_operands import Tile
-from .products import COLUMNS, segments
+from .emitter import WARP, PtxEmitter
+from .product_operands import Tile, units_of
+from .products import COLUMNS, TILE_FROM, VectorProduct, segments
 
 GROUPS, TOKENS, THREADS = 4, 64, 128
 _GROUP_PITCH = 4 * ROWS * COLUMNS + 32
@@ -29,6 +33,70 @@ _APART = TOKENS // _TOKENS
 """A thread's tokens are this far apart: those of neighbouring threads are neighbours."""
 _WIDE = 4
 """Columns that one read of activations brings."""
+_FULL = 256
+"""Blocks that are enough to keep a device busy."""
+
+# Few tokens
+
+FEW_THREADS = 256
+_SLOTS = 8
+"""Lanes that share the rows of a quarter of a group."""
+_AT_ONCE = 8
+"""Columns that are loaded before they are multiplied."""
+
+
+def few_tokens(spec: MatMul | MatMulId) -> int:
+    """Tokens of a block: partial sums of all segments must fit into shared memory."""
+    return 2 * _SLOTS // spec.unit
+
+
+def tile_from(spec: MatMul) -> int:
+    """From how many tokens on tiles keep a device busy."""
+    row_tiles = -(-units_of(spec) // (GROUPS // spec.unit))
+    return max(TILE_FROM, TOKENS * _FULL // row_tiles)
+
+
+def few_body(spec: MatMul, e: PtxEmitter, tile: Tile) -> None:
+    """One unit of groups by ``few_tokens`` tokens."""
+    b, k = e.b, spec.k
+    tokens = few_tokens(spec)
+    product = VectorProduct(e, spec.format, k, spec.unit, tokens)
+    cut = product.cut
+    warp, lane = b.lshr(e.thread, e.i64(5)), b.and_(e.thread, e.i64(WARP - 1))
+    first_row, slot = b.mul(b.and_(lane, e.i64(3)), e.i64(_ROWS)), b.lshr(lane, e.i64(2))
+    tile.begin()
+    mine = [b.add(slot, e.i64(_SLOTS * i)) for i in range(tokens // _SLOTS)]
+    values = [tile.activations(token) for token in mine]
+    groups = [e.at(tile.group(e.i64(u)), first_row, 4) for u in range(spec.unit)]
+    with e.for_range(warp, cut.count, FEW_THREADS // WARP, name="segment") as segment:
+        acc = [[[e.var(F32, e.f32(0.0)) for _ in range(_ROWS)] for _ in mine] for _ in groups]
+        begin = b.mul(segment, e.i64(cut.length * COLUMNS))
+        stop = e.imax(begin, e.imin(b.add(begin, e.i64(cut.length * COLUMNS)), e.i64(k)))
+
+        def columns(at: Value, count: int, acc: list[list[list[Var]]] = acc) -> None:
+            weights = [[e.vector_load(F32, _ROWS, e.at(g, b.add(at, e.i64(j)), 4 * ROWS), 16) for j in range(count)] for g in groups]
+            for t, row in enumerate(values):
+                xs = [e.load(F32, e.at(row, b.add(at, e.i64(j)), 4)) for j in range(count)]
+                for u, loaded in enumerate(weights):
+                    for column, x in zip(loaded, xs):
+                        for cell, w in zip(acc[u][t], column):
+                            cell.set(e.fma(w, x, cell.get()))
+
+        whole = b.add(begin, b.and_(b.sub(stop, begin), e.i64(-_AT_ONCE)))
+        with e.for_range(begin, whole, _AT_ONCE, name="columns") as at:
+            columns(at, _AT_ONCE)
+        if k % _AT_ONCE:
+            with e.for_range(whole, stop, name="column") as at:
+                columns(at, 1)
+        for u, of_unit in enumerate(acc):
+            for token, cells in zip(mine, of_unit):
+                e.vector_store([cell.get() for cell in cells], product.place(u, token, segment, first_row), 16)
+    e.barrier()
+    with product.results() as (row, token, sums):
+        tile.store(e.i64(0), row, token, sums)
+
+
+# Many tokens
 
 
 class _Stage:

@@ -28,29 +28,32 @@ _Body = Callable[[PtxEmitter], None]
 
 
 def matmul(spec: MatMul) -> Form:
-    """One row at a time, four (16-bit floats: eight) at a time, and tiles where there are many."""
+    """One row at a time, several at a time, and tiles where there are many."""
     name, units = symbol(spec), units_of(spec)
-    halves = spec.format in ("f16", "bf16")
+    tile_from = product_floats.tile_from(spec) if spec.format == "f32" else TILE_FROM
     entries = []
-    for tokens in (product_halves.TOKENS,) if halves else (1, TOKENS):
-        one = tokens == 1
-        body = _few(spec, tokens)
-        block = product_halves.few_threads(spec) if halves else threads(spec.format, spec.k)
-        low, high = (0, 1) if one else (0 if halves else 2, TILE_FROM - 1)
-        entries.append(Entry(f"{name}_{tokens}", block, body, grid=rows_factor(spec.rows, tokens, units), low=low, high=high))
+    for tokens, low, high in _steps(spec, tile_from):
+        grid = rows_factor(spec.rows, tokens, units)
+        block, body = _few_threads(spec, tokens), _few(spec, tokens)
+        entries.append(Entry(f"{name}_{tokens}", block, body, grid=grid, low=low, high=high, resident=_resident(spec, tokens)))
     groups, tokens, block = _tile_shape(spec)
     grid = rows_factor(spec.rows, tokens, -(-units // (groups // spec.unit)))
-    tile = Entry(f"{name}_tile", block, _tile(spec), grid=grid, low=TILE_FROM)
-    return Form(_chosen(spec.rows, [*entries, tile]))
+    return Form(_chosen(spec.rows, [*entries, Entry(f"{name}_tile", block, _tile(spec), grid=grid, low=tile_from)]))
+
+
+def _steps(spec: MatMul, tile_from: int) -> list[tuple[int, int, int]]:
+    """(tokens of a block, from, to) of the entries for fewer tokens than tiles take."""
+    if spec.format in ("f16", "bf16"):
+        return [(product_halves.TOKENS, 0, tile_from - 1)]
+    return [(1, 0, 1), (product_floats.few_tokens(spec) if spec.format == "f32" else TOKENS, 2, tile_from - 1)]
 
 
 def matmul_id(spec: MatMulId) -> Form:
     """A block per (token, chosen expert, 16 rows), and tiles per expert where there are many tokens."""
     name, units = symbol(spec), units_of(spec)
-    halves = spec.format in ("f16", "bf16")
     first = expert_tiles.tile_from(spec, TILE_FROM)
-    block = product_halves.few_threads(spec) if halves else threads(spec.format, spec.k)
-    few = Entry(f"{name}_1", block, _few(spec, 1), grid=rows_factor(spec.rows, 1, spec.n_used * units), high=first - 1)
+    grid = rows_factor(spec.rows, 1, spec.n_used * units)
+    few = Entry(f"{name}_1", _few_threads(spec, 1), _few(spec, 1), grid=grid, high=first - 1, resident=_resident(spec, 1))
     groups, _, block = _tile_shape(spec)
     tile = Entry(f"{name}_tile", block, _tile(spec), grid=expert_tiles.grid(spec, groups), low=first)
     return Form(_chosen(spec.rows, [few, tile]))
@@ -62,7 +65,20 @@ def _few(spec: MatMul | MatMulId, tokens: int) -> _Body:
 
     if spec.format in ("f16", "bf16"):
         return lambda e: product_halves.few_body(spec, e, tile_of(e))
+    if spec.format == "f32" and isinstance(spec, MatMul) and tokens > 1:
+        return lambda e: product_floats.few_body(spec, e, tile_of(e))
     return vector_body(spec, tile_of, tokens)
+
+
+def _few_threads(spec: MatMul | MatMulId, tokens: int) -> int:
+    if spec.format in ("f16", "bf16"):
+        return product_halves.few_threads(spec)
+    return product_floats.FEW_THREADS if spec.format == "f32" and tokens > 1 else threads(spec.format, spec.k)
+
+
+def _resident(spec: MatMul | MatMulId, tokens: int) -> int:
+    """A product of one token with F32 weights waits for memory only: more threads ask for more of it."""
+    return 1024 if spec.format == "f32" and tokens == 1 else 512
 
 
 def _tile_shape(spec: MatMul | MatMulId) -> tuple[int, int, int]:

@@ -31,10 +31,11 @@ def run(
     max_blocks: int | None = None,
     races: bool = True,
     text: str | None = None,
+    only: str = "",
     **params: int,
 ) -> list[np.ndarray | None]:
     """Launch ``spec``; arrays not in ``writes`` are read-only. ``tiles``: what the schedule gives the launch; ``slice_tokens``: attention's
-    slices; ``text``: PTX to run in place of the kernel's.
+    slices; ``text``: PTX to run in place of the kernel's; ``only``: run the entry with this suffix whatever the number of tokens.
     """
     memory = GlobalMemory()
     gpu = Simt(ptx_of(spec) if text is None else text, memory, races)
@@ -57,7 +58,10 @@ def run(
     for first in range(0, max(tokens, 1), step) if kernel.extra_bytes else (0,):
         local = dict(env, T=min(step, tokens - first)) if kernel.extra_bytes else env
         for entry in kernel.entries:
-            if entry.sym and not (entry.low <= env[entry.sym] and (not entry.high or env[entry.sym] <= entry.high)):
+            if only:
+                if not entry.symbol.endswith(only):
+                    continue
+            elif entry.sym and not (entry.low <= env[entry.sym] and (not entry.high or env[entry.sym] <= entry.high)):
                 continue
             count = fmt.tiles(entry.grid, local) if entry.grid else tiles
             if count:

@@ -10,6 +10,7 @@ import pytest
 
 from ggufc.codegen.kernels import matmul as cpu
 from ggufc.codegen.kernels.matmul import MatMul
+from ggufc.codegen.nvptx import describe
 from ggufc.codegen.weights import activation_mode, known_formats, weight_format
 from ggufc.codegen.weights.floats import FloatFormat
 from gpu_harness import ptx_of, run
@@ -52,7 +53,7 @@ def test_every_type(name, tokens):
     assert np.isnan(got[:, n:]).all()
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q2_k", "q4_k", "f16", "f32"])
+@pytest.mark.parametrize("name", ["q8_0", "q2_k", "q4_k", "f16"])
 def test_any_number_of_tokens_gives_equal_bits(name):
     """Vector, four-token and tile kernels add in one order."""
     k, n, tokens = 512, 40, 33
@@ -134,7 +135,7 @@ def test_pipelines_need_every_barrier_and_every_wait(name, entry, tokens, k, n, 
     """
     raw, x = weight_rows(name, k, n), activations(tokens, k)
     spec, weights = MatMul(name, k, n, "silu_glu", False, "T"), packed(name, raw, k)
-    found, missed = findings_without_each_wait(spec, entry, lambda text: multiply(spec, weights, x, text=text, max_blocks=1))
+    found, missed = findings_without_each_wait(spec, entry, lambda text: multiply(spec, weights, x, text=text, only=entry, max_blocks=1))
     assert found >= 4 and missed == ["bar.sync \t0;"] * spare
 
 
@@ -182,3 +183,33 @@ def test_infinite_activations_stay_so():
     x[1, 5] = np.inf
     got = multiply(MatMul("f16", 64, 16, "none", False, "T"), packed("f16", weight_rows("f16", 64, 16), 64), x)
     assert np.isfinite(got[0]).all() and not np.isfinite(got[1]).any()
+
+
+# F32
+
+
+@pytest.mark.parametrize("k, n, epilogue", [(96, 48, "add"), (250, 96, "silu_glu"), (1100, 40, "none"), (20, 20, "none")])
+def test_f32_weights_any_number_of_tokens(k, n, epilogue):
+    """S65: one token, several (one lane's or two), and tiles add in one order; K that fills no piece and more pieces than segments."""
+    tokens, glu = 35, epilogue == "silu_glu"
+    raw, x = weight_rows("f32", k, n), activations(tokens, k)
+    residual = activations(tokens, n, 7) if epilogue == "add" else None
+    spec, weights = MatMul("f32", k, n, epilogue, False, "T"), packed("f32", raw, k)
+    single, several, tiles = (multiply(spec, weights, x, residual=residual, only=o) for o in ("_1", "_8" if glu else "_16", "_tile"))
+    assert single.tobytes() == several.tobytes() == tiles.tobytes()
+    assert multiply(spec, weights, x, residual=residual).tobytes() == single.tobytes()
+    if epilogue == "none":
+        assert close(single, product("f32", raw, k, x))
+
+
+def test_f32_tiles_where_they_fill_a_device():
+    """A router of 128 rows is two rows of tiles: only very long batches make enough of them."""
+    names = {
+        (n, tokens): next(
+            e.symbol for e in describe(MatMul("f32", 2048, n, "none", False, "T")).entries if e.low <= tokens <= (e.high or 1 << 30)
+        )
+        for n in (128, 8192)
+        for tokens in (1, 2, 512)
+    }
+    ends = {key: name.rpartition("_")[2] for key, name in names.items()}
+    assert ends == {(128, 1): "1", (128, 2): "16", (128, 512): "16", (8192, 1): "1", (8192, 2): "16", (8192, 512): "tile"}
