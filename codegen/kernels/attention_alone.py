@@ -25,6 +25,7 @@ class Alone(Scores):
     def walk_alone(self, span: Span) -> None:
         """All steps of the span for the rows of one token, under all KV heads of the tile."""
         e, b = self.e, self.e.b
+        self.clear_minima(e.i64(self.spec.head_block * self.block))
         first, stop = self.steps_of(span)
         ready, current = e.var(I64, first), e.var(I64, first)
         self.announce_until(span, ready, e.imin(stop, b.add(first, e.i64(NEAR))), True)
@@ -47,6 +48,7 @@ class Alone(Scores):
                     with self.each_unit() as (_, first_row):
                         self.step_alone(span, step, first_row)
                     current.set(b.add(step, e.i64(1)))
+        self.add_minima(e.i64(self.spec.head_block * self.block))
 
     @contextmanager
     def each_unit(self) -> Iterator[tuple[Value, Value]]:
@@ -79,10 +81,12 @@ class Alone(Scores):
                 with e.for_range(0, heads, name="row") as r:
                     self.soften_seen(e.at(e.at(p, r, size), s, 4 * STEP), b.add(first_row, r))
                 first = b.shl(s, e.i64(4))
+                self.weigh_listed(b.shl(step, e.i64(4)), p, size, first_row, first, 1)
                 self.add_entries(step, p, size, first_row, first, b.add(first, e.i64(STEP)), unit, coming)
             with staying:
                 with e.for_range(0, heads, name="row") as r:
                     self.weigh(e.at(p, r, size), b.add(first_row, r), GROUP)
+                self.weigh_listed(b.shl(step, e.i64(4)), p, size, first_row, e.i64(0), GROUP)
                 self.add_entries(step, p, size, first_row, e.i64(0), e.i64(STEP * GROUP), unit, coming)
 
     def step_alone(self, span: Span, step: Value, first_row: Value) -> None:
@@ -91,6 +95,7 @@ class Alone(Scores):
         self.score_steps(step, 1, p, first_row)
         with e.for_range(0, self.spec.head_block, name="row") as r:
             self.soften(e.at(p, r, size), entry, b.add(first_row, r))
+        self.weigh_listed(entry, p, size, first_row, e.i64(0), 1)
         begin, end = e.imax(b.sub(span.low, entry), e.i64(0)), e.imin(b.sub(span.high, entry), e.i64(STEP))
         self.add_entries(step, p, size, first_row, begin, end)
 
@@ -117,16 +122,18 @@ class Alone(Scores):
                 source = self.values.row(e.i64(0), self.ring_entry(b.add(first, j)))
                 if coming is not None and unit is not None:
                     self.fetch_values(coming, unit, j, i, count)
-                factors = [e.splat(e.load(F32, e.gep(e.at(p, j, 4), size * row)), n) for row in heads]
+                factors = [self.factors(p, size, row, i, vectors, j) for row in heads]
                 for c in range(vectors):
                     value = self.values.load(source, b.add(i, e.i64(n * c)), min(n, count - n * c))
                     for row, cells in enumerate(acc):
-                        cells[c].set(e.fma(factors[row], value, cells[c].get()))
+                        cells[c].set(e.fma(factors[row][c], value, cells[c].get()))
             for at, cells in zip(rows, acc):
                 for c, cell in enumerate(cells):
                     e.store(cell.get(), e.gep(at, 4 * n * c))
 
-        self.value_columns(columns, min(8, self.registers // self.spec.head_block))
+        most = min(8, self.registers // self.spec.head_block)
+        # A power of two, so that the elements taken at once divide a block or are whole blocks.
+        self.value_columns(columns, 1 << most.bit_length() - 1 if self.scaled else most)
 
     def value_columns(self, body: Callable[[Value, int, int], None], most: int = 4) -> None:
         """``body(element, vectors, elements)`` over the value's elements, ``most`` vectors at a time; the last vector may be partial."""

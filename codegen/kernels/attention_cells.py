@@ -58,12 +58,20 @@ class CellRows:
             for line in range(0, heads * self.row_size, 64):
                 e.prefetch(e.gep(row, line), 2)
 
+    def part(self, row: Value, i: Value, count: int) -> tuple[Value, int]:
+        """Address and bytes of values i..i+count-1 of ``row``; whole blocks of a block type."""
+        e = self.e
+        if self.dtype in BLOCKS:
+            blocks = -(-count // VALUES)
+            return e.at(row, e.b.udiv(i, e.i64(VALUES)), block_bytes(self.dtype)), blocks * block_bytes(self.dtype)
+        return e.at(row, i, cache.SIZES[self.dtype]), count * cache.SIZES[self.dtype]
+
     def fetch_part(self, row: Value, i: Value, count: int) -> None:
-        """Start fetching values i..i+count-1 of ``row``; for types whose values have addresses."""
+        """Start fetching values i..i+count-1 of ``row``."""
         if self.fetch:
-            size = cache.SIZES[self.dtype]
-            for line in range(0, count * size, 64):
-                self.e.prefetch(self.e.gep(self.e.at(row, i, size), line), 2)
+            at, size = self.part(row, i, count)
+            for line in range(0, size, 64):
+                self.e.prefetch(self.e.gep(at, line), 2)
 
     def row(self, first: Value, j: Value | int) -> Value:
         """Address of entry ``j`` of the step whose ring index starts at ``first``."""

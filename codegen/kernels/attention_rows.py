@@ -18,7 +18,8 @@ from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, F64, I32, Emitter, Value, vec
 from ggufc.codegen.kernels import vmath
-from ggufc.codegen.kernels.attention_cells import RING_BYTES, STEP
+from ggufc.codegen.kernels.attention_cells import GROUP, RING_BYTES, STEP
+from ggufc.codegen.kernels.cache_blocks import VALUES
 
 if TYPE_CHECKING:
     from ggufc.codegen.kernels.attention_cpu import FlashAttn
@@ -27,6 +28,9 @@ SLACK = 8.0
 """How far scores may exceed the reference m before it moves: p stays below e^8, and moving it, the costly part of a step, becomes rare."""
 
 LOWEST = -3.4028234663852886e38
+
+ROUNDED_BLOCK = 12
+"""Bytes that go with the codes of each block of 32 values of a rounded query."""
 
 RECORD = 16
 """Values before acc in a record of partial results: m, l, padding up to the alignment of acc."""
@@ -52,11 +56,24 @@ class Scratch:
         self.bounds = self._take(8 * self.rows)
         self.merged = self._take(4 * self.padded * self.rows)
         self.merged_state = self._take(8 * self.rows)  # M, L
+        # What block types need (``attention_rounded``, ``attention_weights``), whatever the types: kinds of rows share this memory.
+        blocks = -(-self.padded // VALUES)
+        self.codes_size = _lines(spec.d + -(-spec.d // VALUES) * ROUNDED_BLOCK)
+        self.codes = self._take(self.codes_size * self.rows)
+        self.v_scales = self._take(2 * 4 * STEP * blocks)
+        self.weights_size = 4 * STEP * GROUP * (self.padded // 16)
+        self.weights = self._take(self.weights_size * 4)
+        self.minima_size = 4 * STEP * blocks
+        self.minima = self._take(self.minima_size * self.rows)
 
     def _take(self, size: int) -> int:
         at = self.size
-        self.size += -(-size // 64) * 64
+        self.size += _lines(size)
         return at
+
+
+def _lines(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 class Rows:
@@ -115,6 +132,11 @@ class Rows:
             at = e.at(p, i, 4)
             e.store(e.b.fmul(e.load(vec(F32, self.lanes), at), factor), at)
 
+    def rescale_row(self, r: Value, factor: Value) -> None:
+        """The weighted sums and the partial sums of row ``r`` times ``factor``."""
+        self.rescale(self.at(self.s.acc, r, 4 * self.s.padded), self.s.padded, factor)
+        self.rescale(self.at(self.s.sums, r, 4 * STEP), STEP, factor)
+
     def capped(self, v: Value) -> Value:
         """Scores after the soft cap, if there is one."""
         e, b = self.e, self.e.b
@@ -149,8 +171,7 @@ class Rows:
             new = e.reduce(most, "max")
             e.store(new, top)
             factor = e.splat(vmath.exp_flushed(e, b.fsub(old, new)), n)
-            self.rescale(self.at(s.acc, r, 4 * s.padded), s.padded, factor)
-            self.rescale(self.at(s.sums, r, 4 * STEP), STEP, factor)
+            self.rescale_row(r, factor)
         self.weigh(p, r, 1)
 
     def largest(self, v: list[Value]) -> Value:
@@ -175,9 +196,13 @@ class Rows:
     # Splits
 
     def total(self, r: Value) -> Value:
-        """l: the 16 partial sums added by halving, in double precision."""
+        """l of row ``r``."""
+        return self.halved(self.at(self.s.sums, r, 4 * STEP))
+
+    def halved(self, sums: Value) -> Value:
+        """16 partial sums added by halving, in double precision."""
         e, n = self.e, self.lanes
-        parts = [e.load(vec(F32, n), e.gep(self.at(self.s.sums, r, 4 * STEP), 4 * n * w)) for w in range(self.width)]
+        parts = [e.load(vec(F32, n), e.gep(sums, 4 * n * w)) for w in range(self.width)]
         parts = [e.b.fpext(part, vec(F64, n)) for part in parts]
         while len(parts) > 1:
             parts = [e.b.fadd(x, y) for x, y in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :])]

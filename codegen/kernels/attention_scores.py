@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, I1, I32, I64, PTR, Emitter, Value, Var, vec
-from ggufc.codegen.kernels import cache
+from ggufc.codegen.kernels.attention_blocks import BlockRows
 from ggufc.codegen.kernels.attention_cells import AHEAD, GROUP, STEP, CellRows, joined
-from ggufc.codegen.kernels.attention_rows import Rows
+from ggufc.codegen.kernels.attention_weights import WeighedRows
+from ggufc.codegen.kernels.cache_blocks import BLOCKS
 
 if TYPE_CHECKING:
     from ggufc.codegen.kernels.attention_cpu import FlashAttn
@@ -50,14 +51,15 @@ class Coming(NamedTuple):
     """Whether rows must be fetched as their addresses are noted."""
 
 
-class Scores(Rows):
+class Scores(WeighedRows):
     """Rows with the cache they attend to; ``block``: KV heads per tile, whose rows lie side by side."""
 
     def __init__(self, spec: FlashAttn, e: Emitter, first_head: Value, kv_head: Value, block: int) -> None:
         super().__init__(spec, e, first_head)
         k_cell, v_cell = spec.cells_of
-        self.keys = CellRows(e, spec.type_k, spec.d, k_cell, e.arg_ptr(2), kv_head, self.at(self.s.k_ring))
-        self.values = CellRows(e, spec.type_v, spec.dv, v_cell, e.arg_ptr(3), kv_head, self.at(self.s.v_ring), not spec.shared)
+        k_rows, v_rows = (BlockRows if t in BLOCKS and not spec.shared else CellRows for t in (spec.type_k, spec.type_v))
+        self.keys = k_rows(e, spec.type_k, spec.d, k_cell, e.arg_ptr(2), kv_head, self.at(self.s.k_ring))
+        self.values = v_rows(e, spec.type_v, spec.dv, v_cell, e.arg_ptr(3), kv_head, self.at(self.s.v_ring), not spec.shared)
         self.cells = e.arg_ptr(4)
         self.block = block
         # With few query heads a lone token uses each converted value too rarely to store it first.
@@ -65,7 +67,6 @@ class Scores(Rows):
         # A tile of all KV heads fetches cells in the order in which they lie: memory likes that best. One of a single head fetches what
         # it reads of a step to come, piece by piece: a burst of prefetches would hold up the arithmetic.
         self.in_order = self.direct and block == spec.n_head_kv and not spec.shared
-        self.piecewise = not self.in_order and spec.type_k in cache.SIZES and spec.type_v in cache.SIZES
 
     def steps_of(self, span: Span) -> tuple[Value, Value]:
         """The first step of a span, and the one after the last."""
@@ -112,7 +113,7 @@ class Scores(Rows):
         """What to fetch during ``GROUP`` steps from ``step`` on: those from ``following``, or ``ahead``, on."""
         e, b = self.e, self.e.b
         if not self.in_order:
-            return Coming(ahead, scattered=not self.piecewise)
+            return Coming(ahead)
         entry, bits = b.shl(following, e.i64(4)), ir.IntType(STEP)
         keys, values = (e.var(I64, b.ptrtoint(side.row(self.ring_slot(step), 0), I64)) for side in (self.keys, self.values))
         scattered = e.var(I1, ir.Constant(I1, 1))
@@ -134,13 +135,11 @@ class Scores(Rows):
         """What the values of entry ``j`` of the coming group leave to fetch when elements i..i+count-1 of this group's are read."""
         e, b = self.e, self.e.b
         if coming.values is not None:
-            size = cache.row_bytes(self.spec.type_v, count) if self.spec.type_v in cache.SIZES else self.values.row_size
-            offset = e.i64(0) if self.spec.type_v not in cache.SIZES else b.mul(i, e.i64(cache.SIZES[self.spec.type_v]))
             entry = b.add(b.mul(unit, e.i64(STEP * GROUP)), j)
-            at = e.gep(e.at(coming.values, entry, self.values.row_size), offset)
+            at, size = self.values.part(e.at(coming.values, entry, self.values.row_size), i, count)
             for line in range(0, size, 64):
                 e.prefetch(e.gep(at, line), 2)
-        elif self.piecewise:
+        else:
             at = self.ring_entry(b.add(b.shl(coming.step, e.i64(4)), j))
             self.values.fetch_part(self.values.row(e.i64(0), at), i, count)
 
@@ -151,7 +150,7 @@ class Scores(Rows):
             at = e.at(coming.keys, b.add(b.mul(unit, e.i64(STEP * GROUP)), entry), keys.row_size)
             for line in range(0, QUAD * keys.row_size, 64):
                 e.prefetch(e.gep(at, line), 2)
-        elif self.piecewise:
+        else:
             first = self.ring_entry(b.add(b.shl(coming.step, e.i64(4)), entry))
             for j in range(QUAD):
                 keys.fetch_part(keys.row(first, j), e.i64(0), self.spec.d)
@@ -162,6 +161,9 @@ class Scores(Rows):
         """Capped scores of ``steps`` steps from ``step`` on, side by side in ``p``; ``fetch`` gets the first of each ``QUAD`` entries."""
         e, n, heads = self.e, self.lanes, range(self.spec.head_block)
         begin, size, quads = self.e.b.shl(step, self.e.i64(4)), 4 * n, steps * STEP // QUAD
+        if isinstance(self.keys, BlockRows):
+            self.score_alone(self.ring_entry, begin, steps, p, first_row, fetch)
+            return
         sums = self.at(self.s.quads)
         # A loop keeps the compiler from multiplying everything first and adding it then, for which there are not enough registers.
         with e.for_range(0, quads, name="quad") as quad:

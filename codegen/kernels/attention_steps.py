@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ggufc.codegen.emitter import F32, I32, I64, Value, Var, vec
 from ggufc.codegen.kernels.attention_alone import Alone
+from ggufc.codegen.kernels.attention_blocks import BlockRows
 from ggufc.codegen.kernels.attention_cells import AHEAD, STEP
 from ggufc.codegen.kernels.attention_scores import Span
 
@@ -31,11 +32,13 @@ class Steps(Alone):
 
     def walk_together(self, span: Span, rows: Value) -> None:
         e, b = self.e, self.e.b
+        self.clear_minima(rows)
         first, stop = self.steps_of(span)
         ready = e.var(I64, first)
         with e.for_range(first, stop, name="step") as step:
             self.announce_until(span, ready, e.imin(stop, b.add(step, e.i64(AHEAD + 1))), True)
             self.step_together(span, step, rows)
+        self.add_minima(rows)
 
     def step_together(self, span: Span, step: Value, rows: Value) -> None:
         """One step for the rows of several tokens, converted to scratch first."""
@@ -43,7 +46,10 @@ class Steps(Alone):
         k, v, p, entry = self.at(s.k), self.at(s.v), self.at(s.p), b.shl(step, e.i64(4))
         self.keys.store_columns(self.ring_slot(step), k)
         self.values.store_rows(self.ring_slot(step), v, s.padded)
-        self.for_groups(rows, self.score_groups(), lambda r, n: self.score(k, p, r, n))
+        if isinstance(self.values, BlockRows):
+            self.values.store_scales(self.ring_slot(step), self.at(s.v_scales))
+        score = self.score_rounded if isinstance(self.keys, BlockRows) else self.score
+        self.for_groups(rows, self.score_groups(), lambda r, n: score(k, p, r, n))
         with e.for_range(0, rows, name="row") as r:
             self.soften(e.at(p, r, 4 * STEP), entry, r)
         whole = b.and_(b.icmp_signed(">=", entry, span.all_low), b.icmp_signed("<=", b.add(entry, e.i64(STEP)), span.all_high))
@@ -118,6 +124,8 @@ class Steps(Alone):
         """acc += p V for ``n_rows`` rows that see the whole step."""
         e, s, n = self.e, self.s, self.lanes
         ty = vec(F32, n)
+        self.weigh_stored(p, self.at(s.v_scales), r, n_rows)
+        row_p = e.at(p, r, 4 * STEP)
 
         def columns(i: Value, vectors: int, _count: int) -> None:
             rows = [e.at(self.at(s.acc, e.b.add(r, e.i64(row)), 4 * s.padded), i, 4) for row in range(n_rows)]
@@ -126,8 +134,8 @@ class Steps(Alone):
             for j in range(STEP):
                 column = [e.load(ty, e.gep(values, 4 * (s.padded * j + n * c))) for c in range(vectors)]
                 for row in range(n_rows):
-                    factor = e.splat(e.load(F32, e.gep(e.at(p, r, 4 * STEP), 4 * (STEP * row + j))), n)
-                    acc[row] = [e.fma(factor, column[c], acc[row][c]) for c in range(vectors)]
+                    factors = self.factors(row_p, 4 * STEP, row, i, vectors, j)
+                    acc[row] = [e.fma(factors[c], column[c], acc[row][c]) for c in range(vectors)]
             for row, at in enumerate(rows):
                 for c in range(vectors):
                     e.store(acc[row][c], e.gep(at, 4 * n * c))
@@ -142,15 +150,16 @@ class Steps(Alone):
         lo, hi = (b.sub(e.sext64(e.load(I32, e.gep(bounds, 4 * i))), entry) for i in range(2))
         begin, end = e.imax(lo, e.i64(0)), e.imin(hi, e.i64(STEP))
         row_p = e.at(p, r, 4 * STEP)
+        self.weigh_stored(p, self.at(s.v_scales), r, 1)
 
         def columns(i: Value, vectors: int, _count: int) -> None:
             at = e.at(self.at(s.acc, r, 4 * s.padded), i, 4)
             acc = [e.var(ty, e.load(ty, e.gep(at, 4 * n * c))) for c in range(vectors)]
             with e.for_range(begin, end, name="entry") as j:
-                factor = e.splat(e.load(F32, e.at(row_p, j, 4)), n)
+                factors = self.factors(row_p, 4 * STEP, 0, i, vectors, j)
                 values = e.at(e.at(v, j, 4 * s.padded), i, 4)
                 for c, cell in enumerate(acc):
-                    cell.set(e.fma(factor, e.load(ty, e.gep(values, 4 * n * c)), cell.get()))
+                    cell.set(e.fma(factors[c], e.load(ty, e.gep(values, 4 * n * c)), cell.get()))
             for c, cell in enumerate(acc):
                 e.store(cell.get(), e.gep(at, 4 * n * c))
 

@@ -54,25 +54,35 @@ def block_bytes(dtype: str) -> int:
 
 def load(e: Emitter, dtype: str, n: int, block: Value, at: Value) -> Value:
     """f32 lanes: ``n`` values (a power of two up to 16) of the block at ``block``, from value ``at`` (i64, a multiple of ``n``) on."""
+    layout = BLOCKS[dtype]
+    values, scale = codes(e, dtype, n, block, at), _halves(e, block, n)
+    # d * code is exact, so a fused chain and separate operations agree.
+    return e.fma(values, scale, _halves(e, e.gep(block, layout.low), n)) if layout.low else e.b.fmul(values, scale)
+
+
+def codes(e: Emitter, dtype: str, n: int, block: Value, at: Value) -> Value:
+    """As ``load`` without scale and minimum: the codes around zero, as f32."""
     b, layout, ints = e.b, BLOCKS[dtype], vec(I32, n)
-    codes = e.gep(block, layout.codes)
+    where = e.gep(block, layout.codes)
     if layout.bits == 8:
-        code = b.sext(e.load(vec(I8, n), e.gep(codes, at)), ints)
-    else:
-        bytes_ = e.load(vec(I8, n), e.gep(codes, b.and_(at, e.i64(15))))
-        shift = b.trunc(b.lshr(b.and_(at, e.i64(16)), e.i64(2)), I32)
-        code = b.and_(b.lshr(b.zext(bytes_, ints), e.splat(shift, n)), e.const(ints, 15))
+        return b.sitofp(b.sext(e.load(vec(I8, n), e.gep(where, at)), ints), vec(F32, n))
+    bytes_ = e.load(vec(I8, n), e.gep(where, b.and_(at, e.i64(15))))
+    shift = b.trunc(b.lshr(b.and_(at, e.i64(16)), e.i64(2)), I32)
+    code = b.lshr(b.zext(bytes_, ints), e.splat(shift, n))
+    if layout.bits == 4 and n == 16 and e.target.lanes == 16:
+        # Look-ups read the lowest four bits of an index alone.
+        table = e.const_vec(F32, [float(v) for v in layout.table or range(-layout.zero, 16 - layout.zero)])
+        return b.call(e.intrinsic("llvm.x86.avx512.permvar.sf.512", vec(F32, n), [vec(F32, n), ints]), [table, code])
+    code = b.and_(code, e.const(ints, 15))
     if layout.high:
         word = b.lshr(b.load(e.gep(block, layout.high), align=2, typ=I32), b.trunc(at, I32))
-        with_fifth = b.or_(code, e.const(ints, 16))
-        code = b.select(b.bitcast(b.trunc(word, ir.IntType(n)), vec(I1, n)), with_fifth, code)
-    if layout.table:
+        fifth = b.bitcast(b.trunc(word, ir.IntType(n)), vec(I1, n))
+        code = b.add(code, b.select(fifth, e.const(ints, 16 - layout.zero), e.const(ints, -layout.zero)))
+    elif layout.table:
         code = _look_up(e, code, n, layout.table)
-    if layout.zero:
+    elif layout.zero:
         code = b.sub(code, e.const(ints, layout.zero))
-    values, scale = b.sitofp(code, vec(F32, n)), _halves(e, block, n)
-    # d * code is exact, so a fused chain and separate operations agree.
-    return e.fma(values, scale, _halves(e, e.gep(block, layout.low), n)) if layout.low else b.fmul(values, scale)
+    return b.sitofp(code, vec(F32, n))
 
 
 def _halves(e: Emitter, p: Value, n: int) -> Value:

@@ -15,6 +15,7 @@ from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import LANE, SPLIT, FlashAttn, FlashAttnSplits, window_lanes
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.cache import row_bytes
+from ggufc.codegen.kernels.cache_blocks import BLOCKS
 from ggufc.formats.abi import PARAMS
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.formats.quants.quantize import quantize
@@ -45,6 +46,14 @@ def encode(values, dtype):
     """Cache rows as bytes, and the values they hold."""
     raw = quantize(dtype, values.astype(np.float32))
     return raw, dequantize(dtype, raw, values.shape[1])
+
+
+def rounded(q):
+    """Scaled queries as keys of block types meet them: 8 bits and a scale per 32 values."""
+    x = q.reshape(-1, 32)
+    top = np.abs(x).max(axis=1, keepdims=True)
+    codes = np.rint(x * np.divide(np.float32(127), top, where=top > 0, out=np.zeros_like(top)))
+    return (codes.astype(np.float64) * (top / np.float32(127))).reshape(q.shape)
 
 
 class Case:
@@ -101,13 +110,14 @@ class Case:
         spec = self.spec
         row, cell_list, lo, hi = token
         cells = np.array(cell_list[lo:hi], int)
-        q = self.q[row].reshape(spec.n_head, spec.d).astype(np.float64)
+        q = self.q[row].reshape(spec.n_head, spec.d)
+        q = rounded(q * np.float32(spec.scale)) if spec.type_k in BLOCKS and not spec.shared else q.astype(np.float64) * spec.scale
         out = np.zeros((spec.n_head, spec.dv))
         if hi <= lo:
             return out.ravel()
         for h in range(spec.n_head):
             g = h // (spec.n_head // spec.n_head_kv)
-            s = self.k[cells, g * spec.d : (g + 1) * spec.d].astype(np.float64) @ q[h] * spec.scale
+            s = self.k[cells, g * spec.d : (g + 1) * spec.d].astype(np.float64) @ q[h]
             if spec.softcap:
                 s = spec.softcap * np.tanh(s / spec.softcap)
             top = max(s.max(), self.sinks[h]) if spec.sinks else s.max()
