@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from llvmlite import ir
+
 from ggufc.codegen.emitter import F32, I8, I16, I32, Value, vec
 from ggufc.codegen.kernels import cache_blocks
 from ggufc.codegen.kernels.attention_cells import STEP, CellRows
@@ -59,18 +61,24 @@ class BlockRows(CellRows):
 
     def scales(self, first: Value, part: int, block: Value) -> tuple[Value, Value | None]:
         """Scale and minimum (None where the type has none) of block ``block``, one of ``lanes`` entries from ``part`` on per lane."""
-        blocks = [self.block_at(self.row(first, part + j), block) for j in range(self.e.target.lanes)]
-        return self._halves(blocks, 0), self._halves(blocks, self.layout.low) if self.layout.low else None
+        return self._scales([self.block_at(self.row(first, part + j), block) for j in range(self.e.target.lanes)])
 
-    def _halves(self, blocks: list[Value], offset: int) -> Value:
+    def _scales(self, blocks: list[Value]) -> tuple[Value, Value | None]:
+        e, b = self.e, self.e.b
+        if not self.layout.low:
+            return e.f16_to_f32(self._gathered(blocks, 0, I16)), None
+        # The minimum follows the scale: one load for both.
+        both, halves = self._gathered(blocks, 0, I32), vec(I16, len(blocks))
+        scale, minimum = b.trunc(both, halves), b.trunc(b.lshr(both, e.const(both.type, 16)), halves)
+        return e.f16_to_f32(scale), e.f16_to_f32(minimum)
+
+    def _gathered(self, blocks: list[Value], offset: int, element: ir.IntType) -> Value:
+        """The numbers at ``offset`` of all blocks."""
         e = self.e
-        return e.f16_to_f32(self._gathered([e.load(I16, e.gep(block, offset)) for block in blocks]))
-
-    def _gathered(self, elements: list[Value]) -> Value:
-        v: Value = self.e.const(vec(elements[0].type, len(elements)), 0)
-        for j, element in enumerate(elements):
-            v = self.e.b.insert_element(v, element, self.e.i32(j))
-        return v
+        numbers: Value = e.const(vec(element, len(blocks)), 0)
+        for j, block in enumerate(blocks):
+            numbers = e.b.insert_element(numbers, e.b.load(e.gep(block, offset), align=2, typ=element), e.i32(j))
+        return numbers
 
     def keys_of(self, first: Value, part: int, block: Value) -> Keys:
         """Block ``block`` of ``lanes`` entries from ``part`` on of the step whose ring index starts at ``first``."""
@@ -86,11 +94,11 @@ class BlockRows(CellRows):
             nibbles = e.const(ints, 0x0F0F0F0F)
             quads = [b.and_(q, nibbles) for q in quads] + [b.and_(b.lshr(q, e.const(ints, 4)), nibbles) for q in quads]
         if layout.high:
-            fifth = self._gathered([b.load(e.gep(row, layout.high), align=2, typ=I32) for row in rows])
+            fifth = self._gathered(rows, layout.high, I32)
             quads = [b.or_(q, self._spread(fifth, 4 * c)) for c, q in enumerate(quads)]
         if layout.table:
             quads = lookup16(e, quads, [v if self.signed else v + 128 for v in layout.table])
-        return Keys(quads, self._halves(rows, 0), self._halves(rows, layout.low) if layout.low else None)
+        return Keys(quads, *self._scales(rows))
 
     def _spread(self, bits: Value, shift: int) -> Value:
         """Bits shift..shift+3 of each lane to the fifth bits of its four bytes."""

@@ -32,8 +32,10 @@ SPECS = [
     FlashAttn(32, 64, 2, 2, "q4_1", "iq4_nl", 0.2),
     FlashAttn(96, 64, 40, 1, "f16", "f16", 0.1, sinks=True, shared=True),
     FlashAttn(64, 32, 3, 1, "q5_0", "q5_0", 0.15, shared=True),
+    FlashAttn(64, 64, 9, 3, "q8_0", "q5_1", 0.125),
+    FlashAttn(160, 64, 16, 2, "q4_0", "q4_1", 0.1),
 ]
-LONG = [SPECS[0], SPECS[2], SPECS[7]]
+LONG = [SPECS[0], SPECS[2], SPECS[7], SPECS[9]]
 """Those whose lists are also cut into splits."""
 
 
@@ -232,7 +234,7 @@ def test_splits_computed_apart_give_equal_bits(loaded, batch):
 BORDERS = [1, 15, 16, 17, 63, 64, 65, 80, 255, 256, 257, 319, 320, 321, 511, 512, 513, 577]
 
 
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2], SPECS[9]], ids=str)
 @pytest.mark.parametrize("placement", ["consecutive", "one apart", "runs"])
 def test_borders_of_steps_groups_and_splits(loaded, spec, placement):
     """A lone token over cells in order, which are fetched ahead, has the bits it has in company and over scattered cells."""
@@ -297,6 +299,33 @@ def test_extreme_sinks(loaded, sink):
     case.sinks[:] = sink
     token = (0, list(range(50)), 0, 50)
     np.testing.assert_allclose(case.attend([token])[0], case.reference(token), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[9], SPECS[10]], ids=str)
+def test_cells_that_only_others_see_may_hold_anything(loaded, spec):
+    target, image = loaded
+    case = Case(spec, target, image, 13)
+    cells = list(range(60))
+    want = case.attend([(0, cells, 0, 21)])
+    case.k_raw, case.v_raw = case.k_raw.copy(), case.v_raw.copy()
+    for raw in (case.k_raw, case.v_raw):
+        raw.view(np.float16)[21:60] = np.nan
+    got = case.attend([(0, cells, 0, 21), (1, cells, 0, 60)])
+    assert (bits(got[:1]) == bits(want)).all() and np.isnan(got[1]).all()
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[9], SPECS[10]], ids=str)
+def test_levels_with_fused_operations_give_equal_bits(spec):
+    tokens = [(i, list(range(100)), i, 60 + 4 * i) for i in range(10)]
+    found = []
+    for target in runnable_targets():
+        if target.has_fma:
+            case = Case(spec, target, build([spec, FlashAttnSplits(spec)], target), 14)
+            alone = [case.attend([token])[0] for token in tokens]
+            assert (bits(np.stack(alone)) == bits(case.attend(tokens))).all()
+            found.append(np.stack(alone))
+    for other in found[1:]:
+        assert (bits(other) == bits(found[0])).all()
 
 
 def test_invisible_cells_may_hold_anything(loaded):
