@@ -19,13 +19,14 @@ _PERMUTED = 1024
 class Codebook:
     """A table of ``entries`` (16 bits, four nibbles) for indices of ``8 + high_bits`` bits.
 
-    ``high_step``: bits from the high bits of one index to those of the next. ``stages``: the same entries in two short tables.
+    ``order``: the column of each nibble. Columns 0 and 1 are lower nibbles of bytes, so that one shift serves both. ``stages``: the same
+    entries in two short tables.
     """
 
     name: str
     entries: tuple[int, ...]
     high_bits: int
-    high_step: int
+    order: tuple[int, int, int, int] = (0, 2, 1, 3)
     stages: Staged | None = None
 
 
@@ -37,22 +38,22 @@ def look_up(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | No
     """
     if e.target.lanes == 16 and (book.stages or len(book.entries) <= _PERMUTED):
         return _permuted(e, book, words, high)
-    table = e.global_const(I32, [_spread(v) for v in book.entries], f"book_{book.name}")
+    table = e.global_const(I32, [_spread(v, book.order) for v in book.entries], f"book_{book.name}")
     out = []
     for w, word in enumerate(words):
         for i in range(4):
             index = e.b.and_(shifted(e, word, -8 * i), e.const(word.type, 255))
             if high is not None:
-                part = shifted(e, high, -(4 * w + i) * book.high_step)
+                part = shifted(e, high, -(4 * w + i) * book.high_bits)
                 part = e.b.and_(part, e.const(word.type, (1 << book.high_bits) - 1))
                 index = e.b.or_(index, e.b.shl(part, e.const(word.type, 8)))
             out.append(_gather(e, table, index))
     return out
 
 
-def _spread(entry: int) -> int:
+def _spread(entry: int, order: Sequence[int]) -> int:
     """Four nibbles to the low halves of four bytes."""
-    return sum((entry >> 4 * c & 15) << 8 * c for c in range(4))
+    return sum((entry >> 4 * n & 15) << 8 * c for n, c in enumerate(order))
 
 
 def shifted(e: Emitter, v: Value, by: int) -> Value:
@@ -93,13 +94,13 @@ def _permuted(e: Emitter, book: Codebook, words: Sequence[Value], high: Value | 
             index = masked_halves(e, word, first)
             if high is not None:
                 for at, i in ((8, first), (24, first + 2)):
-                    piece = shifted(e, high, at - (4 * w + i) * book.high_step)
+                    piece = shifted(e, high, at - (4 * w + i) * book.high_bits)
                     index = b.or_(index, b.and_(piece, e.const(word.type, ((1 << book.high_bits) - 1) << at)))
             index = b.bitcast(index, halves)
             entry = _in_stages(e, book.name, book.stages, index) if book.stages else _choose(e, _table(e, book.name, book.entries), index)
             found[first] = b.bitcast(entry, bytes_)
         for i in range(4):
-            lane = [4 * d + 2 * (i // 2) + j % 2 for d in range(16) for j in range(4)]
+            lane = [4 * d + 2 * (i // 2) + book.order.index(c) // 2 for d in range(16) for c in range(4)]
             twice = b.bitcast(e.shuffle(found[i % 2], None, lane), halves)
             out.append(masked(e, b.bitcast(b.lshr(twice, shifts), word.type), 0, 15))
     return out
@@ -110,37 +111,31 @@ def masked_halves(e: Emitter, word: Value, first: int) -> Value:
     return e.b.and_(shifted(e, word, -8 * first), e.const(word.type, 0x00FF00FF))
 
 
-def _swapped(entry: int) -> int:
-    """Nibbles of columns 0 and 2 in the lower byte, of 1 and 3 in the upper one: what a shift of every other word leaves in place."""
-    return entry & 0xF00F | (entry >> 4 & 0x00F0) | (entry << 4 & 0x0F00)
-
-
 def _table(e: Emitter, name: str, entries: Sequence[int]) -> list[Value]:
-    """Registers of a constant table of swapped entries."""
-    swapped = [_swapped(v) for v in entries]
-    table = e.global_const(I16, [v - (v >> 15 << 16) for v in swapped], f"book16_{name}")
+    """Registers of a constant table."""
+    table = e.global_const(I16, [v - (v >> 15 << 16) for v in entries], f"book16_{name}")
     return [e.load(vec(I16, 32), e.gep(table, 2 * i), 64) for i in range(0, len(entries), 32)]
 
 
 def _in_stages(e: Emitter, name: str, stages: Staged, index: Value) -> Value:
-    """The entries of indices whose upper byte is a nibble. Swapping leaves the class where it is, in bits 12 to 14."""
+    """The entries of indices: the bits beyond eight choose among completions, and where there are more, among halves of the first table."""
     b, ty = e.b, index.type
-    first = _choose(e, _table(e, name, stages.first), index)
-    chosen = b.and_(b.lshr(first, e.const(ty, 8)), e.const(ty, len(stages.second) - 1 & 0xF0))
-    second = _choose(e, _table(e, f"{name}_second", [v << 8 for v in stages.second]), b.or_(chosen, b.lshr(index, e.const(ty, 8))))
-    return b.xor(first, second)
+    first = _choose(e, _table(e, name, stages.first), index, above=8 + stages.choice_bits)
+    chosen = b.and_(b.lshr(first, e.const(ty, 8)), e.const(ty, stages.class_mask))
+    choice = b.and_(b.lshr(index, e.const(ty, 8)), e.const(ty, stages.choice_mask))
+    return b.xor(first, _choose(e, _table(e, f"{name}_second", [v << 8 for v in stages.second]), b.or_(chosen, choice)))
 
 
-def _choose(e: Emitter, registers: Sequence[Value], index: Value) -> Value:
-    """<32 x i16> entries: a permute of two registers finds one in 64; the bits above choose among the results."""
+def _choose(e: Emitter, registers: Sequence[Value], index: Value, above: int = 8) -> Value:
+    """<32 x i16> entries: a permute of two registers finds one in 64; the bits above choose among the results. Of a place in the table,
+    bits beyond eight are those of ``index`` from ``above`` on."""
     b, ty = e.b, index.type
     if len(registers) == 1:
         registers = [registers[0], registers[0]]
     permute = e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", ty, [ty, ty, ty])
     found = [b.call(permute, [registers[i], index, registers[i + 1]]) for i in range(0, len(registers), 2)]
-    bit = 64
+    bits = [6, 7, *range(above, 16)]
     while len(found) > 1:
-        upper = b.icmp_unsigned("!=", b.and_(index, e.const(ty, bit)), e.const(ty, 0))
+        upper = b.icmp_unsigned("!=", b.and_(index, e.const(ty, 1 << bits.pop(0))), e.const(ty, 0))
         found = [b.select(upper, hi, lo) for lo, hi in zip(found[::2], found[1::2])]
-        bit *= 2
     return found[0]

@@ -27,7 +27,7 @@ def signed_by_bytes(
     for w, word in enumerate(words):
         even, odd = _halves(e, *_entries(e, book, e.b.bitcast(word, _BYTES), high, w))
         for i in range(4):
-            nibbles = _spread(e, odd if i % 2 else even, 16 * (i // 2))
+            nibbles = _spread(e, book, odd if i % 2 else even, 16 * (i // 2))
             index = 4 * w + i
             if columns == 8:
                 # Codes of columns c and c + 4 in bits 0-3, their signs in bits 4 and 5.
@@ -43,21 +43,33 @@ def signed_by_bytes(
     return quads
 
 
+def ternary_by_bytes(
+    e: Emitter, book: Codebook, word: Value, high: Value, minus: Sequence[Value], values: Sequence[int], step: int
+) -> list[Value]:
+    """The eight quads of a block: ``values[code]``, less ``step`` where bit 4 is set in the bytes of ``minus``, one for each index."""
+    even, odd = _halves(e, *_entries(e, book, e.b.bitcast(word, _BYTES), high, 0))
+    quads: list[Value] = []
+    for i, lower in enumerate(minus):
+        key = _select(e, _spread(e, book, odd if i % 2 else even, 16 * (i // 2)), lower, 15)
+        quads += [tables.lookup64(e, key, [values[i >> 2 * half & 3] - step * (i >> 4 & 1) for i in range(64)]) for half in range(2)]
+    return quads
+
+
 def _entries(e: Emitter, book: Codebook, index: Value, high: Value | None, word: int) -> tuple[Value, Value]:
     """Lower and upper bytes of the entries of the four indices of a word."""
     b = e.b
     if book.stages:
-        lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in book.stages.first], part, index) for part in range(2))
-        # The class comes with bits of no concern: two bits count in a table of 64, and classes leave clear what they do not use.
-        nibbles = _fields(e, high, 16 * word, book.high_step)
-        key = _select(e, nibbles, b.bitcast(upper, nibbles.type), 15)
-        return lower, b.xor(upper, b.bitcast(tables.lookup64(e, key, book.stages.second * (64 // len(book.stages.second))), _BYTES))
+        stages, nibbles = book.stages, fields(e, high, 16 * word, book.high_bits)
+        more = [_bit_set(e, b.bitcast(nibbles, _BYTES), [1 << bit] * 64) for bit in range(stages.choice_bits, book.high_bits)]
+        lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in stages.first], part, index, more) for part in range(2))
+        # The upper byte holds nothing between the class and the bits that a table of 64 passes over.
+        key = _select(e, nibbles, b.bitcast(upper, nibbles.type), stages.choice_mask)
+        return lower, b.xor(upper, b.bitcast(tables.lookup64(e, key, stages.second * (64 // len(stages.second))), _BYTES))
     bits = []
     if high is not None:
         bytes_ = _high_bytes(e, high)
         for i in range(book.high_bits):
-            place = [_signed(1 << book.high_step * (4 * word + j) + i) for j in range(4)] * 16
-            bits.append(b.icmp_unsigned("!=", b.and_(bytes_, e.const_vec(I8, place)), e.const(_BYTES, 0)))
+            bits.append(_bit_set(e, bytes_, [1 << book.high_bits * (4 * word + j) + i for j in range(4)] * 16))
     lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in book.entries], part, index, bits) for part in range(2))
     return lower, upper
 
@@ -74,9 +86,14 @@ def _choose(e: Emitter, name: str, entries: Sequence[int], part: int, index: Val
     return found[0]
 
 
-def _fields(e: Emitter, words: Value, first: int, step: int) -> Value:
+def _bit_set(e: Emitter, bytes_: Value, bits: Sequence[int]) -> Value:
+    """Whether each byte has its bit of ``bits``."""
+    return e.b.icmp_unsigned("!=", e.b.and_(bytes_, e.const_vec(I8, [_signed(v) for v in bits])), e.const(_BYTES, 0))
+
+
+def fields(e: Emitter, words: Value, first: int, step: int) -> Value:
     """Bits ``first``, ``first + step``, ... of each lane at the bottom of its four bytes; what lies above may be anything."""
-    control = e.const_vec(I8, [32 * (i // 4 % 2) + first + step * (i % 4) for i in range(64)])
+    control = e.const_vec(I8, [32 * (i // 4 % 2) + first + step * (i % 4) & 63 for i in range(64)])
     return e.b.bitcast(_multishift(e, control, e.b.bitcast(words, vec(I64, 8))), words.type)
 
 
@@ -95,9 +112,9 @@ def _halves(e: Emitter, lower: Value, upper: Value) -> tuple[Value, Value]:
     return b.bitcast(even, vec(I64, 8)), b.bitcast(odd, vec(I64, 8))
 
 
-def _spread(e: Emitter, entries: Value, at: int) -> Value:
-    """The four nibbles of the entry at bit ``at`` of each lane to its bytes; upper halves of the bytes hold anything."""
-    control = e.const_vec(I8, [32 * (i // 4 % 2) + at + 4 * (i % 4) for i in range(64)])
+def _spread(e: Emitter, book: Codebook, entries: Value, at: int) -> Value:
+    """The four nibbles of the entry at bit ``at`` of each lane to its bytes, by columns; upper halves of the bytes hold anything."""
+    control = e.const_vec(I8, [32 * (i // 4 % 2) + at + 4 * book.order.index(i % 4) for i in range(64)])
     return e.b.bitcast(_multishift(e, control, entries), vec(I32, 16))
 
 

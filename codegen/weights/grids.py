@@ -11,7 +11,7 @@ searched in the book, scales divided by ``d``, so this file knows nothing about 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from ggufc.codegen.weights.base import (
     pick,
 )
 from ggufc.codegen.weights.codebooks import Codebook, look_up
-from ggufc.codegen.weights.codebooks_bytes import signed_by_bytes
-from ggufc.codegen.weights.staged import NIBBLE_BITS, parity_classes, staged
+from ggufc.codegen.weights.codebooks_bytes import fields, signed_by_bytes, ternary_by_bytes
+from ggufc.codegen.weights.staged import HIGH_BITS, listed_classes, parity_classes, staged
 from ggufc.codegen.weights.twins import Scaled, integer_scales
 from ggufc.formats.quants import codes
 from ggufc.formats.quants.tables import grid
@@ -43,7 +43,7 @@ from ggufc.formats.quants.tables import grid
 @dataclass(frozen=True)
 class Book:
     """``columns`` per index, ``high`` bits of an index beyond eight, the magnitudes codes stand for, and ``denominator``: the scale of a
-    group is d * (2 n + 1) / denominator. Where ``high`` is ``staged.NIBBLE_BITS``, indices are those of two short tables."""
+    group is d * (2 n + 1) / denominator. Where ``high`` is ``staged.HIGH_BITS``, indices are those of two short tables."""
 
     columns: int
     high: int
@@ -55,12 +55,17 @@ _EIGHTS = (8, 25, 43)
 BOOKS = {
     "iq2_xxs": Book(8, 0, _EIGHTS, 8),
     "iq2_xs": Book(8, 1, _EIGHTS, 8),
-    "iq2_s": Book(8, NIBBLE_BITS, _EIGHTS, 8),
+    "iq2_s": Book(8, HIGH_BITS, _EIGHTS, 8),
     "iq3_xxs": Book(4, 0, (4, 12, 20, 28, 36, 44, 52, 62), 4),
     "iq3_s": Book(4, 1, (1, 3, 5, 7, 9, 11, 13, 15), 1),
-    "iq1_s": Book(8, 3, (-1, 0, 1), 8),
-    "iq1_m": Book(8, 3, (-1, 0, 1), 8),
+    "iq1_s": Book(8, HIGH_BITS, (-1, 0, 1), 8),
+    "iq1_m": Book(8, HIGH_BITS, (-1, 0, 1), 8),
 }
+
+
+_TERNARY_CLASSES = (85197125, 2139745, 4322320, 3514912, 2159392, 42600586, 20993076, 12651672)
+"""Sets of eight completions (columns 1, 2 and 5) that serve all patterns of the other columns of the book of IQ1_S and IQ1_M with 495
+places of the first table. Found by simulated annealing; most sets would do worse than the 512 places there are."""
 
 
 class Grid(Scaled):
@@ -75,12 +80,7 @@ class Grid(Scaled):
         order = {m: i for i, m in enumerate(self.book.magnitudes)}
         rows = np.vectorize(order.__getitem__)(grid(type_name).astype(int))
         self.ranks = rows.astype(np.uint8)
-        words = [self._entry(row) for row in rows.tolist()]
-        index = list(range(len(words)))
-        self.codebook = Codebook(type_name, tuple(words), self.book.high, self.book.high)
-        if self.book.high == NIBBLE_BITS:
-            stages, index = staged(words, parity_classes(len(self.book.magnitudes)))
-            self.codebook = Codebook(type_name, tuple(stages.entries()), NIBBLE_BITS, NIBBLE_BITS, stages)
+        self.codebook, index = self._codebook(rows.tolist())
         self._found = np.zeros(1 << 16, np.uint16)
         self._found[self._keys(rows.astype(np.uint16))] = index
 
@@ -92,10 +92,23 @@ class Grid(Scaled):
             keys |= ranks[..., i].astype(np.uint16) << np.uint16(bits * i)
         return keys
 
-    def _entry(self, ranks: Sequence[int]) -> int:
-        """Four nibbles, of the columns 0 to 3 in turn; with eight columns that of c + 4 lies above that of c."""
-        nibbles = [ranks[c] | (ranks[c + 4] << 2 if self.book.columns == 8 else 0) for c in range(4)]
-        return sum(n << 4 * c for c, n in enumerate(nibbles))
+    def _codebook(self, rows: list[list[int]]) -> tuple[Codebook, list[int]]:
+        """The book, and the index of each of its rows."""
+        if self.book.high != HIGH_BITS:
+            entries = [self._entry(row, Codebook.order) for row in rows]
+            return Codebook(self.type_name, tuple(entries), self.book.high), list(range(len(rows)))
+        if isinstance(self, Ternary):  # the upper byte holds columns 1, 5, 2 and 6
+            order = (0, 3, 1, 2)
+            stages, index = staged([self._entry(row, order) for row in rows], listed_classes(_TERNARY_CLASSES, (0, 4, 2)), 3, fifth=0xC0)
+        else:  # columns 1, 5, 3 and 7
+            order = Codebook.order
+            stages, index = staged([self._entry(row, order) for row in rows], parity_classes((2, 4, 6)), 4, fifth=0x03)
+        return Codebook(self.type_name, tuple(stages.entries()), HIGH_BITS, order, stages), index
+
+    def _entry(self, ranks: Sequence[int], order: Sequence[int]) -> int:
+        """Four nibbles, of the columns in ``order``; with eight columns that of c + 4 lies above that of c."""
+        nibbles = [ranks[c] | (ranks[c + 4] << 2 if self.book.columns == 8 else 0) for c in order]
+        return sum(nibble << 4 * n for n, nibble in enumerate(nibbles))
 
     def indices(self, ranks: np.ndarray) -> np.ndarray:
         """Index of each group of columns of codes given as positions in ``magnitudes``: [R, K/32, 32/columns]."""
@@ -220,15 +233,15 @@ class Signed(Grid):
 
 class Ternary(Grid):
     """IQ1_S and IQ1_M: eighths 8 g - 1 or 8 g + 1 with g of -1, 0, 1. A field of 16 bits per block holds the higher bits of the four
-    indices and what chooses the offset; in IQ1_S (one offset and one scale per block) the scale as well."""
+    indices, a nibble of a word per 256 columns what chooses the offsets; in IQ1_S (one offset and one scale per block) also the scale."""
 
-    offset, u_max, code_bytes = 16, 16 + 9, 64
+    offset, u_max, code_bytes, dense = 16, 16 + 9, 64, True
 
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
         self._one = type_name == "iq1_s"
-        self.codebook = replace(self.codebook, high_step=3 if self._one else 4)
         self.scale_bytes = 32 if self._one else 48  # type: ignore[misc]
+        self.super_bytes = 32 + 64  # type: ignore[misc]
 
     def stored_d(self, raw: np.ndarray, k: int) -> np.ndarray:
         if self._one:
@@ -243,33 +256,46 @@ class Ternary(Grid):
         index = self.indices((code - np.where(minus, np.int8(-1), np.int8(1)) >> 3) + 1)
         d = self.stored_d(raw, k)
         n = self.steps(scale, d)
-        eights = minus.reshape(len(raw), k // 32, 4, 8)[..., 0].astype(np.int64)
+        eights = minus.reshape(len(raw), k // 32, 4, 8)[..., 0].astype(np.uint8)
+        numbers: tuple[np.ndarray, ...] = (self.high_bits(index),)
         if self._one:
-            fields: tuple[np.ndarray, ...] = ((self.high_bits(index) | n << 12 | eights[..., 0] << 15).astype(np.uint16),)
+            nibbles = eights[..., 0] | n << 1
         else:
-            nibbles = (index.astype(np.int64) >> 8 | eights << 3) << np.arange(0, 16, 4)
-            fields = (nibbles.sum(axis=-1).astype(np.uint16), (n[:, ::2] | n[:, 1::2] << 4).astype(np.uint8))
-        return Planes(as_words((index & 255).astype(np.uint8)), fields, (d.view(np.uint16),))
+            nibbles = (eights << np.arange(4, dtype=np.uint8)).sum(axis=-1)
+            numbers += ((n[:, ::2] | n[:, 1::2] << 4).astype(np.uint8),)
+        return Planes(as_words((index & 255).astype(np.uint8)), numbers, (d.view(np.uint16), _nibble_word(nibbles)))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
         b, ints = e.b, vec(I32, e.target.lanes)
-        field = b.zext(load_field(e, c.scales, 0, I16, 2, c.part), ints)
+        high = b.zext(load_field(e, c.scales, 0, I16, 2, c.part), ints)
+        nibble = _nibble(e, c, 32)
         if self._one:
-            steps = [b.and_(b.lshr(field, e.const(ints, 12)), e.const(ints, 7))]
+            odd = [b.or_(b.and_(nibble, e.const(ints, 14)), e.const(ints, 1))]
         else:
             byte = b.zext(load_field(e, c.scales, 32, I8, 1, c.part), ints)
-            steps = [b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4))]
-        words = [load_word(e, c, 0)]
-        nibbles = look_up(e, self.codebook, words, field)
+            steps = (b.and_(byte, e.const(ints, 15)), b.lshr(byte, e.const(ints, 4)))
+            odd = [b.or_(b.shl(n, e.const(ints, 1)), e.const(ints, 1)) for n in steps]
+        bits = [0] * 4 if self._one else list(range(4))
+        word = load_word(e, c, 0)
         values = [self.offset_on(e.target) + 1 + 8 * (i - 1) for i in range(4)]
+        if tables.byte_permutes(e):
+            minus = {bit: fields(e, nibble, bit - 4, 0) for bit in sorted(set(bits))}
+            quads = ternary_by_bytes(e, self.codebook, word, high, [minus[bit] for bit in bits], values, 2)
+        else:
+            quads = self._quads(e, look_up(e, self.codebook, [word], high), nibble, bits, values)
+        d = self.d(e, c)
+        return from_parts(e, quads, Parts(b.fmul(d, e.const(d.type, 1 / self.book.denominator)), odd, None, []))
+
+    def _quads(self, e: Emitter, nibbles: list[Value], chosen: Value, bits: list[int], values: list[int]) -> list[Value]:
+        """Values of two columns in each byte, less 2 where bit ``bits[i]`` of ``chosen`` is set for index i."""
+        b, ty = e.b, chosen.type
         first, second = [values[i & 3] for i in range(16)], [values[i >> 2] for i in range(16)]
         quads = []
-        for g, nibble in enumerate(nibbles):
-            bit = 15 if self._one else 4 * g + 3
-            every = b.ashr(b.shl(field, e.const(ints, 31 - bit)), e.const(ints, 31))
-            lower = b.and_(every, e.const(ints, 0x02020202))
+        for nibble, bit in zip(nibbles, bits):
+            every = b.ashr(b.shl(chosen, e.const(ty, 31 - bit)), e.const(ty, 31))
+            lower = b.and_(every, e.const(ty, 0x02020202))
             quads += [b.sub(tables.lookup16(e, [nibble], t)[0], lower) for t in (first, second)]
-        return from_parts(e, quads, self.parts(e, c, steps))
+        return quads
 
 
 def _nibble_word(values: np.ndarray) -> np.ndarray:

@@ -1,75 +1,98 @@
 """Codebooks of eight columns found in two short tables instead of a long one.
 
-The index becomes a byte and a nibble. The byte finds, in a table of 256 entries, the codes of the first five columns and bits that tell
-which completions those columns have in the book (a *class*); class and nibble find the last three in a second table. Both tables fit
-vector registers, where a book of 1024 entries or more does not: five columns of three values have 243 patterns, and a class holds up to
-16 of the 27 completions.
+The index has twelve bits. Most of them find, in a first table of 256 or 512 entries, the codes of five columns and bits that tell which
+completions those columns have in the book (a *class*); class and the other bits, the *choice*, find the last three columns in a second
+table. Both tables fit vector registers, where a book of 1024 entries or more does not: five columns of three values have 243 patterns, and
+a class of 8 or 16 of the 27 completions serves many of them.
 
-An entry is 16 bits, four nibbles with the codes of columns c and c + 4. The upper byte of the first table holds the class in bits 4 to
-6, where codes of completions belong; the second table is combined with it by exclusive or, so it takes the class away again.
+An entry is 16 bits, four nibbles with the codes of columns c and c + 4. The upper byte of the first table holds the class, in bits where
+codes of completions belong; the second table is combined with it by exclusive or, so it takes the class away again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
-NIBBLE_BITS = 4
-"""Bits of an index that choose the completion."""
+HIGH_BITS = 4
+"""Bits of an index beyond the lowest eight."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """``first``: 256 entries of 16 bits. ``second``: for class and nibble, what the upper byte is combined with."""
+    """``first``: entries of 16 bits. ``second``: for class and choice, what the upper byte is combined with.
+
+    The choice is the lowest ``choice_bits`` of the bits of the index beyond eight; those above are the highest of the place in ``first``.
+    """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
+    choice_bits: int
+
+    @property
+    def choice_mask(self) -> int:
+        return (1 << self.choice_bits) - 1
+
+    @property
+    def class_mask(self) -> int:
+        """Bits of the upper byte, and of a place in ``second``, that hold the class."""
+        return len(self.second) - 1 & ~self.choice_mask
 
     def entry(self, index: int) -> int:
-        """The entry of an index: the byte in its low bits, the nibble above."""
-        word = self.first[index & 255]
-        return word ^ self.second[(word >> 8 & len(self.second) - 1 & 0xF0) | index >> 8] << 8
+        """The entry of an index."""
+        high = index >> 8
+        word = self.first[index & 255 | high >> self.choice_bits << 8]
+        return word ^ self.second[word >> 8 & self.class_mask | high & self.choice_mask] << 8
 
     def entries(self) -> list[int]:
         """All 4096 entries; those that no index of the book uses are arbitrary."""
-        return [self.entry(i) for i in range(256 << NIBBLE_BITS)]
+        return [self.entry(i) for i in range(256 << HIGH_BITS)]
 
 
-def staged(words: Sequence[int], classes: Sequence[Sequence[int]]) -> tuple[Staged, list[int]]:
+def staged(words: Sequence[int], classes: Sequence[Sequence[int]], choice_bits: int, fifth: int) -> tuple[Staged, list[int]]:
     """The tables for a book of ``words`` (entries of 16 bits), and the index of each word.
 
-    ``classes``: sets of up to 16 completions: bits 2 to 7 of upper bytes. The completions of every pattern must lie in one of them, or
-    in two (the pattern then takes two places of the first table).
+    The first four columns are the lower byte, the fifth the bits ``fifth`` of the upper one. ``classes``: sets of up to
+    ``1 << choice_bits`` completions, the other bits of upper bytes. A pattern whose completions lie in several classes takes as many places
+    of the first table.
     """
     completions: dict[int, set[int]] = {}
     for word in words:
-        completions.setdefault(word & 0x3FF, set()).add(word >> 8 & 0xFC)
+        completions.setdefault(word & (fifth << 8 | 0xFF), set()).add(word >> 8 & ~fifth)
     bits = max(1, (len(classes) - 1).bit_length())
-    second = [0] * (1 << NIBBLE_BITS + bits)
+    second = [0] * (1 << choice_bits + bits)
     for c, members in enumerate(classes):
         for i, member in enumerate(members):
-            second[c << 4 | i] = member ^ c << 4
+            second[c << choice_bits | i] = member ^ c << choice_bits
     first: list[int] = []
     index: dict[int, int] = {}
     for prefix, wanted in sorted(completions.items()):
         for c in _cover(wanted, classes):
+            place = len(first) & 255 | len(first) >> 8 << 8 + choice_bits
             for i, member in enumerate(classes[c]):
-                index.setdefault(prefix | member << 8, len(first) | i << 8)
-            first.append(prefix | c << 12)
-    return Staged(tuple(first + [0] * (256 - len(first))), tuple(second)), [index[word] for word in words]
+                index.setdefault(prefix | member << 8, place | i << 8)
+            first.append(prefix | c << 8 + choice_bits)
+    size = 256 << HIGH_BITS - choice_bits
+    assert len(first) <= size, "classes must serve more patterns"
+    return Staged(tuple(first + [0] * (size - len(first))), tuple(second), choice_bits), [index[word] for word in words]
 
 
-def _cover(wanted: set[int], classes: Sequence[Sequence[int]]) -> list[int]:
-    """The fewest classes, one or two, that hold all of ``wanted``."""
+def _cover(wanted: set[int], classes: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The fewest classes that hold all of ``wanted``."""
     sets = [set(members) for members in classes]
-    for c, have in enumerate(sets):
-        if wanted <= have:
-            return [c]
-    return next([c, d] for c, have in enumerate(sets) for d, more in enumerate(sets) if wanted <= have | more)
+    chosen = (c for n in range(1, len(sets) + 1) for c in combinations(range(len(sets)), n))
+    return next(c for c in chosen if wanted <= set().union(*(sets[i] for i in c)))
 
 
-def parity_classes(ranks: int) -> list[list[int]]:
-    """Completions by the parity of the sum of their codes, for books whose entries all have an even sum: the class is the parity of the
-    first five columns."""
-    triples = [(a << 2 | b << 4 | c << 6, a + b + c) for a in range(ranks) for b in range(ranks) for c in range(ranks)]
+def parity_classes(places: Sequence[int]) -> list[list[int]]:
+    """Completions by the parity of the sum of their codes 0 to 2, for books whose entries all have an even sum: the class is the parity of
+    the first five columns. ``places``: the bit of each column's code."""
+    triples = [(a << places[0] | b << places[1] | c << places[2], a + b + c) for a in range(3) for b in range(3) for c in range(3)]
     return [[code for code, total in triples if total % 2 == parity] for parity in range(2)]
+
+
+def listed_classes(masks: Sequence[int], places: Sequence[int]) -> list[list[int]]:
+    """Completions from sets of 27 bits: bit a + 3 b + 9 c stands for the codes a, b and c."""
+    codes = [i % 3 << places[0] | i // 3 % 3 << places[1] | i // 9 << places[2] for i in range(27)]
+    return [[code for i, code in enumerate(codes) if mask >> i & 1] for mask in masks]

@@ -25,7 +25,7 @@ from quant_golden import quant_cases
 
 NATIVE = runnable_targets()[-1]
 BLOCK_TYPES = tuple(t for t in known_formats() if t not in ("f32", "f16", "bf16"))
-FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq2_xs", "iq2_s", "iq3_s", "iq2_kl", "iq5_k", "f16")
+FEW_TYPES = ("q4_1", "q8_0", "q2_k", "q6_k", "iq4_nl", "iq2_xs", "iq2_s", "iq1_m", "iq3_s", "iq2_kl", "iq5_k", "f16")
 """Types for the levels below the machine's best: they cover offsets, minima, scales per 16 and per 32, tables, codebooks and floats."""
 
 CASES = [(t, NATIVE) for t in known_formats()] + [(t, level) for level in runnable_targets()[:-1] for t in FEW_TYPES]
