@@ -314,8 +314,9 @@ def test_cells_that_only_others_see_may_hold_anything(loaded, spec):
     assert (bits(got[:1]) == bits(want)).all() and np.isnan(got[1]).all()
 
 
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[9], SPECS[10]], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[9], SPECS[10]], ids=str)
 def test_levels_with_fused_operations_give_equal_bits(spec):
+    """Scores against blocks are integer sums, unlike those against floats, whose chains are as many as a vector has lanes."""
     tokens = [(i, list(range(100)), i, 60 + 4 * i) for i in range(10)]
     found = []
     for target in runnable_targets():
