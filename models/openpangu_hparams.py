@@ -66,7 +66,6 @@ class OpenPanguParams(HParams, frozen=True, kw_only=True):
     n_sink: int
     n_predict: int
     window: int
-    predict_window: int
 
 
 def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
@@ -95,7 +94,8 @@ def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
             )
     n_base = keys.n_layer - keys.n_predict
     windows = _schedule(keys, n_base)
-    base, predict = _one_window(windows, range(n_base)), _one_window(windows, range(n_base, keys.n_layer))
+    base = _one_window(windows, range(n_base))
+    _one_window(windows, range(n_base, keys.n_layer))  # the heads that predict further must agree, too
     rope = rope_params(keys, "neox", n_rot, ARCH)
     latent = LatentParams(n_nope=d_k - n_rot, n_rot=n_rot, n_value=d_v, rank=keys.kv_rank, q_rank=keys.q_rank)
     indexer = IndexerParams(keys.n_index_head, keys.n_index, keys.top_k) if min(keys.n_index_head, keys.n_index, keys.top_k) > 0 else None
@@ -128,7 +128,7 @@ def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
     return OpenPanguParams(
         arch=ARCH, n_layer=n_base, n_ctx_train=keys.n_ctx_train, n_embd=keys.n_embd, n_vocab=n_vocab(keys, metadata, ARCH),
         norm_eps=keys.norm_eps, layers=tuple(layers), streams=keys.streams, iterations=keys.iterations, n_sink=keys.n_sink,
-        n_predict=keys.n_predict, window=base, predict_window=predict,
+        n_predict=keys.n_predict, window=base,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ builds ``CacheRows`` from them; ``head_split`` says where rows are cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from ggufc.formats import artifact as fmt
 from ggufc.formats import ggml_types
 
 from .errors import RuntimeRefusal
-from .memory import Region
 
 _CHUNK = 1 << 22
 """Bytes gathered at once: large enough to be fast, small beside any cache worth saving."""
@@ -119,15 +118,12 @@ class Store(Protocol):
         """The rows of one cache."""
 
 
-def head_split(cache: fmt.Cache, heads: int, transposed: bool = False) -> tuple[int, int]:
+def head_split(cache: fmt.Cache, heads: int) -> tuple[int, int]:
     """Bytes of the two pieces of a row whose first ``heads`` KV heads lie apart.
 
-    RuntimeRefusal, naming the cache, for what cannot be split: a row without that many heads, heads that end inside a block of the type, or
-    values stored transposed (a channel's cells lie together there, not a cell's heads).
+    RuntimeRefusal, naming the cache, for what cannot be split: a row without that many heads, or heads that end inside a block of the type.
     """
     total = cache.row // cache.head if cache.head > 0 else 0
-    if transposed and cache.part == "v":
-        raise RuntimeRefusal(f"cache {cache.name}: values stored transposed are not split by heads; layer {cache.layer} stays whole")
     if not 0 < heads < total or cache.row % cache.head:
         raise RuntimeRefusal(
             f"cache {cache.name}: {heads} of {total} heads cannot lie apart; choose from 1 to {total - 1}, or do not split"
@@ -140,43 +136,3 @@ def head_split(cache: fmt.Cache, heads: int, transposed: bool = False) -> tuple[
         )
     first = heads * cache.head // info.block * info.bytes
     return first, row_bytes(cache) - first
-
-
-def plan_split(caches: Sequence[fmt.Cache], wanted: Mapping[int, int], transposed_v: bool = False) -> tuple[dict[int, int], list[str]]:
-    """Which layers are split: ``wanted`` maps layer -> G. Returns the layers whose K and V both can be, and why the others stay whole."""
-    plan, notes = {}, []
-    for layer, heads in sorted(wanted.items()):
-        mine = [cache for cache in caches if cache.layer == layer and cache.part in ("k", "v")]
-        try:
-            for cache in mine:
-                head_split(cache, heads, transposed_v)
-        except RuntimeRefusal as why:
-            notes.append(str(why))
-            continue
-        if mine:
-            plan[layer] = heads
-        else:
-            notes.append(f"layer {layer} has no K or V cache; it is not split by heads")
-    return plan, notes
-
-
-class SplitBuffers:
-    """Row storage with some layers split by heads, all in host memory: what a device executor's caches look like from outside.
-
-    ``split`` maps layer -> G as ``plan_split`` returns it. Kernels of the CPU cannot read split layers; rows pass between this store and an
-    executor's through state files.
-    """
-
-    def __init__(self, caches: Sequence[fmt.Cache], n_cells: int, split: Mapping[int, int] | None = None) -> None:
-        self.n_cells = n_cells
-        self.specs = {cache.name: cache for cache in caches}
-        self._rows = {cache.name: self._allocate(cache, (split or {}).get(cache.layer, 0)) for cache in caches}
-
-    def _allocate(self, cache: fmt.Cache, heads: int) -> CacheRows:
-        split = heads if cache.part in ("k", "v") else 0
-        widths = head_split(cache, split) if split else (row_bytes(cache),)
-        parts = [HostPart(Region(self.n_cells * width, f"cache {cache.name}").bytes.reshape(self.n_cells, width)) for width in widths]
-        return CacheRows(cache, parts, split)
-
-    def rows(self, name: str) -> CacheRows:
-        return self._rows[name]

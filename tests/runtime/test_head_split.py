@@ -13,9 +13,10 @@ from ggufc.formats.ggml_types import TYPES
 from ggufc.runtime import state, state_load
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.kvcells import KVCells
-from ggufc.runtime.rows import CacheRows, HostPart, SplitBuffers, head_split, plan_split
+from ggufc.runtime.rows import CacheRows, HostPart, head_split
 from ggufc.runtime.session import Session
 from ggufc.runtime.state_io import CountingSink, FileSink, Source
+from split_buffers import SplitBuffers
 
 pytest_plugins = ("runtime_fixtures",)
 
@@ -138,21 +139,23 @@ def test_without_a_split_the_bytes_are_the_plain_ones():  # S3
     assert len(a) == len(b) + 2 * 4
 
 
-def test_what_cannot_be_split_stays_whole_and_says_why():  # S4
-    specs = [*caches("f16"), *(Cache(f"blk.2.{part}", 2, part, "q8_0", 64, 16) for part in "kv"), Cache("blk.3.k", 3, "k", "f16", 576, 576)]
-    plan, notes = plan_split(specs, {0: 2, 1: 4, 2: 1, 3: 1, 9: 1})
-    assert plan == {0: 2}
-    assert [note.split(":")[0] for note in notes] == [
-        "cache blk.1.k",
-        "cache blk.2.k",
-        "cache blk.3.k",
-        "layer 9 has no K or V cache; it is not split by heads",
-    ]
-    assert "whole q8_0 blocks of 32" in notes[1]
-    plan, notes = plan_split(caches("f16"), {0: 2}, transposed_v=True)
-    assert plan == {} and "stored transposed" in notes[0] and "layer 0 stays whole" in notes[0]
+@pytest.mark.parametrize(
+    ("cache", "heads", "why"),
+    [
+        (Cache("blk.1.k", 1, "k", "f16", 128, 32), 4, "cache blk.1.k: 4 of 4 heads cannot lie apart; choose from 1 to 3"),
+        (Cache("blk.1.k", 1, "k", "f16", 128, 32), 0, "0 of 4 heads"),
+        (Cache("blk.2.v", 2, "v", "q8_0", 64, 16), 1, "cache blk.2.v: 1 heads of 16 values are not whole q8_0 blocks of 32"),
+        (Cache("blk.3.k", 3, "k", "f16", 576, 576), 1, "1 of 1 heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(cache, heads, why):  # S4
+    with pytest.raises(RuntimeRefusal, match=why):
+        head_split(cache, heads)
+
+
+def test_parts_make_up_rows():
     with pytest.raises(RuntimeRefusal, match=r"parts of 64 \+ 64 bytes do not make up its rows of 256 bytes"):
-        CacheRows(specs[0], [HostPart(np.zeros((4, 64), np.uint8))] * 2, 1)
+        CacheRows(caches("f16")[0], [HostPart(np.zeros((4, 64), np.uint8))] * 2, 1)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])

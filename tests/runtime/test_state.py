@@ -17,9 +17,9 @@ from ggufc.formats.artifact import Cache
 from ggufc.runtime import state, state_load
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.kvcells import KVCells
-from ggufc.runtime.rows import SplitBuffers
 from ggufc.runtime.session import Session
 from ggufc.runtime.state_io import CountingSink, FileSink, Source
+from split_buffers import SplitBuffers
 
 pytest_plugins = ("runtime_fixtures",)
 
