@@ -25,6 +25,29 @@ from ggufc.passes.split_heads import ANALYSIS as SPLIT_HEADS
 from ggufc.passes.split_heads import REST
 
 
+def model_manifest(gguf: GGUFFile, model: Model, options: CompileOptions) -> Manifest:
+    """What a manifest says of a model before there are programs or code."""
+    return Manifest(
+        abi=abi.ABI_VERSION,
+        arch=model.arch,
+        source_sha256="",
+        source_name=os.fsencode(gguf.path.name).decode("utf-8", "replace"),  # a file's name may be any bytes
+        target="",
+        level="",
+        features=[],
+        n_vocab=model.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_embd=model.n_embd,
+        n_layer=model.n_layer,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        caches=cache_specs(gguf, model, options),
+        programs=[],
+        kernels=[],
+        drivers={},
+    )
+
+
 def make_manifest(
     gguf: GGUFFile,
     model: Model,
@@ -48,21 +71,14 @@ def make_manifest(
                 fusions=fusion_counts(c.records),
             )
         )
-    return Manifest(
-        abi=abi.ABI_VERSION,
-        arch=model.arch,
+    head = model_manifest(gguf, model, options)
+    return msgspec.structs.replace(
+        head,
         source_sha256=gguf.sha256(),
-        source_name=os.fsencode(gguf.path.name).decode("utf-8", "replace"),  # a file's name may be any bytes
         target=target.triple,
         level=target.level,
         features=list(target.features),
-        n_vocab=model.n_vocab,
-        n_ctx_train=model.n_ctx_train,
-        n_embd=model.n_embd,
-        n_layer=model.n_layer,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        caches=by_heads(cache_specs(gguf, model, options), compilations[0].graph.analysis.get(SPLIT_HEADS, {})),
+        caches=by_heads(head.caches, compilations[0].graph.analysis.get(SPLIT_HEADS, {})),
         programs=programs,
         kernels=kernels,
         drivers={name: image.symbols[name][0] for name in (WORKER, EVAL)},

@@ -1,9 +1,20 @@
-"""Where golden cases lie, and Python without CUDA packages. Tests import it as ``support``: this folder is in pytest's ``pythonpath``."""
+"""Where golden cases lie, sessions over them, and Python without CUDA packages.
+
+Tests import it as ``support``: this folder is in pytest's ``pythonpath``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ggufc.runtime import Artifact, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED_GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -36,3 +47,24 @@ def golden_cases(*prefixes: str) -> list[Path]:
             if (path / "case.json").is_file() and path.name.startswith(prefixes):
                 cases[path.name] = path
     return [cases[name] for name in sorted(cases)]
+
+
+@contextmanager
+def compiled(case: Path, folder: Path, **options: Any) -> Iterator[Artifact]:
+    """The artifact of a case's model, made in ``folder``; ``options`` of ``CompileOptions``."""
+    from ggufc.codegen.compile import CompileOptions, compile_file
+    from ggufc.runtime import Artifact
+
+    compile_file(case / "model.gguf", folder / "model.ggufc", CompileOptions(jobs=1, **options))
+    with Artifact.open(folder / "model.ggufc") as artifact:
+        yield artifact
+
+
+def random_tokens(artifact: Artifact, length: int) -> list[int]:
+    """The same ``length`` tokens each time."""
+    return np.random.default_rng(7).integers(3, artifact.manifest.n_vocab - 1, length).tolist()
+
+
+def one_by_one(session: Session, tokens: list[int]) -> np.ndarray:
+    """Logits f32 [tokens, n_vocab], evaluated one token at a time."""
+    return np.concatenate([session.decode([token], logits="all") for token in tokens])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import golden_cases
+from support import compiled, golden_cases, one_by_one, random_tokens
 
 NAMES = ("llama-gqa-tied", "gemma3-7", "quant-q4_k", "llama-moe-split")
 MIXED = {"type_k": "q4_0", "type_v": "q8_0", "builder": {"k_hadamard": True, "v_hadamard": True, "type_k_first": "q5_1,1"}}
@@ -18,13 +18,8 @@ LENGTH = 96
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda p: p[0].name + "-mixed" * bool(p[1]))
 def artifact(request, tmp_path_factory):
-    from ggufc.codegen.compile import CompileOptions, compile_file
-    from ggufc.runtime.artifact import Artifact
-
-    path = tmp_path_factory.mktemp("artifact") / "model.ggufc"
     case, options = request.param
-    compile_file(case / "model.gguf", path, CompileOptions(jobs=1, **options))
-    with Artifact.open(path) as opened:
+    with compiled(case, tmp_path_factory.mktemp("artifact"), **options) as opened:
         yield opened
 
 
@@ -35,14 +30,14 @@ def session(artifact, **options):
 
 
 def tokens_of(artifact) -> list[int]:
-    return np.random.default_rng(7).integers(3, artifact.manifest.n_vocab - 1, LENGTH).tolist()
+    return random_tokens(artifact, LENGTH)
 
 
 @pytest.fixture(scope="module")
 def reference(artifact):
     """Logits of every position, one token at a time on one thread."""
     with session(artifact, n_threads=1, n_ubatch=1) as s:
-        return np.concatenate([s.decode([t], logits="all") for t in tokens_of(artifact)])
+        return one_by_one(s, tokens_of(artifact))
 
 
 @st.composite

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import golden_cases
+from support import compiled, golden_cases, one_by_one, random_tokens
 
 NAMES = ("openpangu-swa-dsa-ubatch", "deepseek4-split-decode")
 LENGTH = 150
@@ -22,14 +22,10 @@ SHARED = settings(max_examples=12, deadline=None, suppress_health_check=[HealthC
 
 @pytest.fixture(scope="module", params=[case for case in golden_cases(*NAMES) if case.name in NAMES], ids=lambda p: p.name)
 def artifact(request, tmp_path_factory):
-    from ggufc.codegen.compile import CompileOptions, compile_file
-    from ggufc.runtime.artifact import Artifact
     from ggufc.runtime.logits import graph_options
 
-    path = tmp_path_factory.mktemp("artifact") / "model.ggufc"
     options = json.loads((request.param / "case.json").read_text())["options"]
-    compile_file(request.param / "model.gguf", path, CompileOptions(jobs=1, builder=graph_options(options)))
-    with Artifact.open(path) as opened:
+    with compiled(request.param, tmp_path_factory.mktemp("artifact"), builder=graph_options(options)) as opened:
         yield opened
 
 
@@ -44,14 +40,14 @@ def session(artifact, **options):
 
 
 def tokens_of(artifact) -> list[int]:
-    return np.random.default_rng(7).integers(3, artifact.manifest.n_vocab - 1, LENGTH).tolist()
+    return random_tokens(artifact, LENGTH)
 
 
 @pytest.fixture(scope="module")
 def reference(artifact):
     """Logits of every position, one token at a time on one thread."""
     with session(artifact, n_threads=1, n_ubatch=1) as s:
-        return np.concatenate([s.decode([t], logits="all") for t in tokens_of(artifact)])
+        return one_by_one(s, tokens_of(artifact))
 
 
 @SHARED

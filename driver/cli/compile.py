@@ -81,5 +81,6 @@ def command(
         terminal.say(with_flags(f"note: {note}"))
     click.echo(
         f"{report.output}: {size_words(report.artifact_bytes)} ({report.artifact_bytes / report.source_bytes:.2f} x the model), "
-        f"{report.kernels} kernels, {report.launches} launches, {report.seconds:.1f} s, peak memory {size_words(report.peak_rss)}"
+        f"{report.kernels} kernels ({size_words(report.image_bytes)} of code), {report.launches} launches, "
+        f"{report.seconds:.1f} s, peak memory {size_words(report.peak_rss)}"
     )

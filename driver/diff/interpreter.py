@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ggufc.codegen import frontend
-from ggufc.codegen.manifest import cache_specs
+from ggufc.codegen.manifest import model_manifest
 from ggufc.codegen.options import CompileOptions
 from ggufc.codegen.schedule import form, input_spec
-from ggufc.formats import abi
 from ggufc.formats.artifact import Manifest, Program, evaluate
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph, Node
@@ -63,25 +63,7 @@ def _manifest(file: GGUFFile, model: Model, options: CompileOptions, graphs: Map
         )
         for name, graph in graphs.items()
     ]
-    return Manifest(
-        abi=abi.ABI_VERSION,
-        arch=model.arch,
-        source_sha256="",
-        source_name=file.path.name,
-        target="",
-        level="",
-        features=[],
-        n_vocab=model.n_vocab,
-        n_ctx_train=model.n_ctx_train,
-        n_embd=model.n_embd,
-        n_layer=model.n_layer,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        caches=cache_specs(file, model, options),
-        programs=programs,
-        kernels=[],
-        drivers={},
-    )
+    return msgspec.structs.replace(model_manifest(file, model, options), programs=programs)
 
 
 class InterpreterExecutor(Binding):

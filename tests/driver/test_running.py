@@ -24,7 +24,9 @@ from ggufc.runtime.sampling import GREEDY
 def test_compile_writes_one_artifact_and_says_what_it_cost(invoke, text_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.ggufc"
     result = invoke("compile", text_model, "-o", output, "-ctk", "f32")
-    assert re.search(r"out\.ggufc: .* KiB \(\d.\d\d x the model\), \d+ kernels, \d+ launches, .* s, peak memory", result.stdout)
+    assert re.search(
+        r"out\.ggufc: .* KiB \(\d.\d\d x the model\), \d+ kernels \(\d.* KiB of code\), \d+ launches, .* s, peak memory", result.stdout
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out.ggufc"]
     with pytest.raises(DriverError, match="--force"):
         invoke("compile", text_model, "-o", output)
