@@ -82,32 +82,25 @@ class Context:
         self.n_batch = max(16, min(n_batch, self.n_ctx))
         self.n_ubatch = min(n_ubatch, self.n_batch)
         self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
-        self.causal = True
-        self.graph_reuse = graph_reuse
-        self.defrag_threshold = defrag_threshold
+        self.causal, self.graph_reuse, self.defrag_threshold = True, graph_reuse, defrag_threshold
         self.sizes = {"n_ctx_seq": self.n_ctx // n_seq_max}
         self.stats = Statistics()
         try:
             bases = [programs.base_name(name) for name in self.artifact.program_names]
             first = bases[0] if bases and _TOKEN_PROGRAM not in bases else _TOKEN_PROGRAM
-            chosen = programs.choose(self.artifact, first, self.sizes)
             self.states = SequenceStates(manifest.caches, pad(self.n_ctx), n_seq_max)
-            self._make_executor = executor
             rows = windows.rows_of_session(manifest.caches, pad(self.n_ctx), self.n_ubatch, n_seq_max, CACHE_PAD) if compact_windows else 0
             asked = Sizes(self.n_ctx, self.n_ubatch, n_seq_max, n_threads, rows)
-            self._executor = executor(self.artifact, chosen, asked, profile=profile)
+            self._executor = executor(self.artifact, programs.choose(self.artifact, first, self.sizes), asked, profile=profile)
         except BaseException:
             if self._owns_artifact:
                 self.artifact.close()
             raise
-        self._executors = {first: self._executor}
+        self._make_executor, self._executors = executor, {first: self._executor}
         self.cells = KVCells(pad(self.n_ctx), n_seq_max, CACHE_PAD)
         self.history = TokenHistory(self.cells)
         self._stale = ""
-        self.window_rows: WindowRows | None = None
-        if rows:
-            widest = max(cache.window for cache in manifest.caches)
-            self.window_rows = WindowRows(self.cells, rows, widest)
+        self.window_rows = WindowRows(self.cells, rows, max(cache.window for cache in manifest.caches)) if rows else None
         self.closed = False
         self.turn = threading.RLock()
 
