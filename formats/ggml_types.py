@@ -28,11 +28,6 @@ class TypeInfo:
     dialect: str = "ggml"
 
     @property
-    def bits_per_weight(self) -> float:
-        """Bits per value without the row header."""
-        return 8 * self.bytes / self.block
-
-    @property
     def is_quantized(self) -> bool:
         return self.block > 1
 

@@ -161,11 +161,6 @@ def to_form(d: IntDim, *, products: bool = False) -> dict[str, int]:
     return {"*".join(mono): coef for mono, coef in d.terms}
 
 
-def from_form(form: Mapping[str, int]) -> IntDim:
-    """Inverse of ``to_form``."""
-    return _collect(((s,) if s else (), coef) for s, coef in form.items())
-
-
 def divide(d: IntDim, by: IntDim) -> IntDim:
     """Exact quotient, which must be an int or a single product such as ``4*T``. Raises ``IRError`` if a remainder is possible."""
     factors = _terms(by)

@@ -34,7 +34,7 @@ def test_sizes_of_rows_and_tensors():
     assert row_bytes("q4_k", 512) == 288
     assert row_bytes("iq4_ks", 512) == 4 + 2 * 136
     assert tensor_bytes("f16", (3, 5, 7)) == 2 * 105
-    assert TYPES["q4_k"].bits_per_weight == 4.5 and TYPES["q4_k"].is_quantized and not TYPES["i8"].is_quantized
+    assert TYPES["q4_k"].is_quantized and not TYPES["i8"].is_quantized
     for name, n in (("q4_k", 128), ("q8_0", 0), ("f32", -1)):
         with pytest.raises(GGUFError, match="a row of"):
             row_bytes(name, n)

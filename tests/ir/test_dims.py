@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggufc.ir import IRError, Sym
-from ggufc.ir.dims import Dim, divide, evaluate, from_form, is_multiple, parse_dim, product, substitute, symbols, to_form
+from ggufc.ir.dims import Dim, divide, evaluate, is_multiple, parse_dim, product, substitute, symbols, to_form
 
 T, KV = Sym("T"), Sym("KV")
 ENV = {"T": 7, "KV": 32}
@@ -36,9 +36,8 @@ def test_text_round_trip(d):
 
 
 @given(affine)
-def test_affine_form_round_trip(d):
+def test_affine_form_has_the_value(d):
     form = to_form(d)
-    assert from_form(form) == d
     assert sum(k * (ENV[s] if s else 1) for s, k in form.items()) == evaluate(d, ENV)
 
 
