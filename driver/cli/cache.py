@@ -38,7 +38,7 @@ def ls(as_json: bool) -> None:
     for entry in found:
         state = f"  {entry.state}" if entry.state else ""
         click.echo(f"{entry.kind:9} {size_words(entry.size):>10}  {entry.name}  {age_words(entry)}{state}")
-    click.echo(f"{len(found)} entries, {size_words(sum(e.size for e in found))} in {cache_dir()}")
+    click.echo(f"{len(found)} {'entry' if len(found) == 1 else 'entries'}, {size_words(sum(e.size for e in found))} in {cache_dir()}")
 
 
 @command.command()

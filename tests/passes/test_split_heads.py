@@ -1,4 +1,4 @@
-"""Which caches are divided by heads, and which stay whole."""
+"""Which caches are divided by heads, and which cannot be."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def test_a_layer_with_more_heads_is_divided() -> None:
     assert divided("llama-gqa-tied", ["1:1"]) == ({"blk.1.k": 1, "blk.1.v": 1}, {"divided": 1, "whole": 0})
 
 
-def test_values_read_column_by_column_stay_whole() -> None:  # S4
+def test_values_read_column_by_column_are_refused() -> None:  # S4
     """Without fused attention a graph reads values transposed, so no cell's heads lie together."""
-    found, counts = divided("llama-gqa-tied", ["0-1:1"], flash_attn=False)
-    assert found == {} and counts["divided"] == 0
+    with pytest.raises(PassError, match="values that are read column by column cannot be divided by heads"):
+        divided("llama-gqa-tied", ["0-1:1"], flash_attn=False)
 
 
-def test_too_few_heads_and_latents_stay_whole() -> None:  # S4
-    assert divided("llama-gqa-tied", ["0:2"]) == ({}, {"divided": 0, "whole": 1})
-    assert divided("glm-dsa-topk8", ["0:1"])[0] == {}
+def test_too_few_heads_and_latents_are_refused() -> None:
+    with pytest.raises(PassError, match="layer 0 after 2 heads: it has 2 KV heads; give fewer, from 1 to 1"):
+        divided("llama-gqa-tied", ["0:2"])
+    with pytest.raises(PassError, match="share its one KV head, as in latent attention"):
+        divided("glm-dsa-topk8", ["0:1"])
 
 
 @pytest.mark.parametrize("choice", ["7:1", "1-0:1", "0:0", "a:1"])
