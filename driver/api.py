@@ -29,6 +29,8 @@ def _require_texts(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, str | None):
             raise DriverError(f"{name} is {value!r}; give a text")
+    if values.get("target") == "":
+        raise DriverError("--target is empty; leave it out for this machine, or name a level")
 
 
 def _require_path(name: str, value: object) -> None:

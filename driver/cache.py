@@ -9,6 +9,7 @@ one process compile while others wait for its result.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -75,9 +76,16 @@ def _compiler_stamp() -> list[int]:
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the exclusive lock of ``path``; ``waiting()`` is called once if another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        inside = cache_dir() in path.parents
+        way_out = "set GGUFC_CACHE to a folder that does, or compile to a file (ggufc compile -o)" if inside else "choose another one"
+        raise DriverError(f"the folder {path.parent} takes no files ({error.strerror}); {way_out}") from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -60,9 +60,16 @@ class Part:
         self.note.unlink(missing_ok=True)
 
 
+def _split(url: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise DriverError(f"{url} is not an address ({error})") from None
+
+
 def file_name(url: str) -> str:
     """The last path component of a URL, as a plain file name."""
-    name = urllib.parse.unquote(urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1])
+    name = urllib.parse.unquote(_split(url).path.rsplit("/", 1)[-1])
     if not name or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
         raise DriverError(f"{url} does not end in a file name; give one with -o")
     return name
@@ -76,7 +83,7 @@ def download(
     A file that is already there is left alone: it is the result when its digest is ``sha256`` (or none was asked for), and an error
     otherwise. Raises ``DriverError`` with the URL and the way out.
     """
-    scheme = urllib.parse.urlsplit(url).scheme
+    scheme = _split(url).scheme
     if scheme not in {"http", "https"}:
         raise DriverError(f"{url}: only http and https addresses can be downloaded")
     sha256 = check_digest_text(sha256)

@@ -20,13 +20,25 @@ def is_artifact(path: Path) -> bool:
         return has_artifact_keys(file)
 
 
+def _expanded(reference: str) -> Path:
+    try:
+        return Path(reference).expanduser()
+    except RuntimeError:  # what pathlib raises for ``~name`` where there is no such user
+        raise DriverError(f"{reference}: there is no home folder of that user; write the path out") from None
+
+
 def model_file(
     reference: str, *, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None, quiet: bool = True
 ) -> Path:
     """The file behind ``reference``; aliases and addresses that are not here yet are pulled, which ``say`` announces."""
-    path = Path(reference).expanduser()
-    if path.is_file():
-        return path
+    if not reference:
+        raise DriverError("the name of the model is empty; give a path, an alias or an address")
+    path = _expanded(reference)
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:  # a name longer than file names can be
+        raise DriverError(f"{reference:.80}: {error.strerror}; give a path, an alias or an address") from None
     if path.is_dir():
         raise DriverError(f"{reference} is a folder; name the .gguf file or artifact in it")
     if not is_remote(reference):

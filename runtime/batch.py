@@ -76,7 +76,10 @@ def make_batch(
     ids = rows = None
     if embd is not None:
         try:
-            rows = np.ascontiguousarray(embd, np.float32)
+            given = np.asarray(embd)
+            if given.dtype.kind not in "fiub" and given.dtype != object:
+                raise TypeError
+            rows = np.ascontiguousarray(given, np.float32)
         except (TypeError, ValueError):
             raise RuntimeRefusal(f"decode: embeddings are {embd!r}; give an array f32 [n, {n_embd}]") from None
         if rows.ndim != 2 or rows.shape[1] != n_embd:
@@ -154,7 +157,7 @@ def _sequences(
     seq: int | Sequence[int] | Sequence[Sequence[int]] | np.ndarray, n: int, n_seq_max: int
 ) -> np.ndarray | list[tuple[int, ...]]:
     if isinstance(seq, (int, np.integer)):
-        array = np.full(n, int(seq), np.int32)
+        array = np.array([int(seq)] * n)
     elif isinstance(seq, str) or not isinstance(seq, (Sequence, np.ndarray)):
         raise RuntimeRefusal(f"decode: seq is {seq!r}; give a sequence id, one per token, or several per token")
     elif len(seq) and not isinstance(seq[0], (int, np.integer)):
@@ -168,13 +171,13 @@ def _sequences(
             return groups
         array = np.array([group[0] for group in groups], np.int32)
     else:
-        array = _integers(seq, "sequences").astype(np.int32)  # type: ignore[arg-type]
+        array = _integers(seq, "sequences")  # type: ignore[arg-type]
     if len(array) != n:
         raise RuntimeRefusal(f"decode: {n} tokens but {len(array)} sequence entries")
     if array.min() < 0 or array.max() >= n_seq_max:
         bad = int(array.min() if array.min() < 0 else array.max())
         raise RuntimeRefusal(f"decode: sequence {bad} does not exist; ids run from 0 to {n_seq_max - 1} (n_seq_max)")
-    return array
+    return array.astype(np.int32)
 
 
 def _positions(pos: Sequence[int] | np.ndarray | None, first: np.ndarray, n: int, cells: KVCells) -> np.ndarray:

@@ -70,6 +70,8 @@ class Context:
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1), ("n_seq_max", n_seq_max, 1)):
             if value is not None:
                 require_integer(name, value, low, 1 << 24)
+        if seed is not None:
+            require_integer("seed", seed, -(1 << 64), 1 << 64)
         if not isinstance(defrag_threshold, (int, float)) or not math.isfinite(defrag_threshold):
             raise RuntimeRefusal(f"defrag_threshold is {defrag_threshold!r}; give a share from 0 to 1, or a negative number for never")
         self._owns_artifact = not isinstance(artifact, Artifact)

@@ -25,8 +25,10 @@ def require_text(what: str, value: object) -> None:
 
 
 def token_list(what: str, value: Iterable[int]) -> list[int]:
-    """``value`` as a list of ints; ``RuntimeRefusal`` unless it holds whole numbers and nothing else."""
+    """``value`` as a list of ints; ``RuntimeRefusal`` unless it holds whole numbers and nothing else. Bytes are text, not tokens."""
     try:
+        if isinstance(value, (bytes, bytearray)):
+            raise TypeError
         return [operator.index(token) for token in value]
     except TypeError:
         raise RuntimeRefusal(f"{what} is {value!r}; give token ids, which are whole numbers") from None

@@ -17,11 +17,14 @@ import numpy as np
 from .errors import RuntimeRefusal, require_integer
 
 _BLOCK = 256
+_LARGEST = 1e30
+"""Bound of numbers that logits are multiplied with or divided by: within it, and 1 / it, ordinary logits stay f32 numbers."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """``temp`` <= 0 is greedy; ``top_k`` <= 0, ``top_p`` >= 1, ``min_p`` <= 0 and ``repeat_penalty`` = 1 switch a step off.
+    """``temp`` <= 0 (or too small to divide by) is greedy; ``top_k`` <= 0, ``top_p`` >= 1, ``min_p`` <= 0 and ``repeat_penalty`` = 1
+    switch a step off.
 
     ``repeat_last_n``: tokens of history the penalty looks at, 0 = none, -1 = all. ``seed`` None or negative draws one from the system.
     """
@@ -41,12 +44,22 @@ class SamplingOptions:
                 raise RuntimeRefusal(f"sampling: {name} is {value!r}; give a finite number")
         if self.repeat_penalty <= 0:
             raise RuntimeRefusal(f"sampling: repeat_penalty is {self.repeat_penalty}; it divides logits and must be positive (1 = off)")
+        if not 1 / _LARGEST <= self.repeat_penalty <= _LARGEST or self.temp > _LARGEST:
+            raise RuntimeRefusal(
+                f"sampling: temp {self.temp} and repeat_penalty {self.repeat_penalty} scale logits; give numbers of at most {_LARGEST:g}, "
+                f"and a penalty of at least {1 / _LARGEST:g}"
+            )
         if self.top_p < 0 or self.min_p > 1:
             raise RuntimeRefusal(f"sampling: top_p {self.top_p} and min_p {self.min_p} are probabilities; give values from 0 to 1")
         require_integer("sampling: top_k", self.top_k, -(1 << 31), 1 << 31)
         require_integer("sampling: repeat_last_n", self.repeat_last_n, -1, 1 << 31)
         if self.seed is not None:
             require_integer("sampling: seed", self.seed, -(1 << 64), 1 << 64)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken without drawing."""
+        return self.temp < 1 / _LARGEST
 
 
 GREEDY = SamplingOptions(temp=0.0)
@@ -113,7 +126,7 @@ def distribution(logits: np.ndarray, options: SamplingOptions, history: Iterable
     """(ids, probabilities) the next token is drawn from, most likely first."""
     if options.repeat_penalty != 1.0:
         logits = penalize(logits, history, options.repeat_penalty)
-    if options.temp <= 0:
+    if options.greedy:
         return np.array([greedy(logits)]), np.ones(1)
     ids = top_k(logits, options.top_k)
     kept = logits[ids]
@@ -146,7 +159,7 @@ class Sampler:
     def sample(self, logits: np.ndarray) -> int:
         """Draw a token from logits f32 [n_vocab] and add it to the history."""
         options = self.options
-        if options.temp <= 0 and options.repeat_penalty == 1.0:
+        if options.greedy and options.repeat_penalty == 1.0:
             token = greedy(logits)
         else:
             ids, probs = distribution(logits, options, self._history)

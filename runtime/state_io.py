@@ -67,7 +67,7 @@ def open_target(target: Target) -> Iterator[IO[bytes]]:
     no regular file (a pipe, ``/dev/null``) is written to, never replaced, and a link goes on pointing to its file.
     """
     if not isinstance(target, (str, os.PathLike)):
-        if not hasattr(target, "write"):
+        if not hasattr(target, "write") or isinstance(target, io.TextIOBase):
             raise RuntimeRefusal(f"the state is to go to {target!r}; give a path, or a file opened for writing bytes")
         yield target
         return
@@ -150,7 +150,7 @@ def open_source(source: BlobSource) -> Iterator[Source]:
             yield Source(file, os.fspath(source))
     elif isinstance(source, (bytes, bytearray, memoryview)):
         yield Source(io.BytesIO(source), "the state")
-    elif not hasattr(source, "read"):
+    elif not hasattr(source, "read") or isinstance(source, io.TextIOBase):
         raise RuntimeRefusal(f"the state is {source!r}; give a path, bytes, or a file opened for reading bytes")
     else:
         name = str(getattr(source, "name", "the state"))

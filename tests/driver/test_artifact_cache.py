@@ -219,3 +219,10 @@ def test_replacing_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "words"), [(10, "10 B"), (98362432, "93.8 MiB"), (1 << 41, "2.0 TiB")])
 def test_sizes_in_words(size: int, words: str) -> None:
     assert size_words(size) == words
+
+
+def test_a_cache_that_takes_no_files_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("GGUFC_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DriverError, match="file/artifacts takes no files .*set GGUFC_CACHE"):
+        cache.fetch(source, OPTIONS, write("code"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ggufc
@@ -23,6 +25,13 @@ def session(artifact: Path) -> Iterator[Session]:
     ("options", "named"),
     [
         ({"source": None}, "source is None; give a path"),
+        ({"source": ""}, "the name of the model is empty"),
+        ({"source": "~no-such-user/model.gguf"}, "no home folder"),
+        ({"source": "m" * 5000}, "File name too long; give a path"),
+        ({"source": "http://[::1/model.gguf"}, "is not an address"),
+        ({"target": ""}, "--target is empty"),
+        ({"seed": "a"}, "seed is 'a'; give a whole number"),
+        ({"seed": 0.5}, "seed is 0.5"),
         ({"n_gpu_layers": "a"}, r"n_gpu_layers\) is 'a'; give a whole number"),
         ({"n_gpu_layers": -5}, r"n_gpu_layers\) is -5"),
         ({"n_gpu_layers": True}, r"n_gpu_layers\) is True"),
@@ -83,6 +92,11 @@ def test_compile(text_model: Path, tmp_path: Path, options: dict[str, Any], name
         (lambda s: s.decode([1], seq="a"), "seq is 'a'"),
         (lambda s: s.decode([[1], [1, 2]]), "tokens must be a list of integers"),
         (lambda s: s.decode(embd="a"), "embeddings are 'a'"),
+        (lambda s: s.decode(embd=np.zeros((1, s.artifact.manifest.n_embd), complex)), "give an array f32"),
+        (lambda s: s.decode([1], seq=1 << 40), "sequence 1099511627776 does not exist"),
+        (lambda s: s.decode([1], seq=[1 << 32]), "sequence 4294967296 does not exist"),
+        (lambda s: s.decode([1, 2], seq=np.array([0, 1 << 32])), "sequence 4294967296 does not exist"),
+        (lambda s: s.generate(b"ab").text(), "the prompt is b'ab'; give token ids"),
         (lambda s: s.decode_view(["a"]), "token 'a'"),
         (lambda s: s.seq_rm("a"), "sequence a does not exist"),
         (lambda s: s.seq_rm(0, "a"), "positions is 'a'"),
@@ -92,6 +106,8 @@ def test_compile(text_model: Path, tmp_path: Path, options: dict[str, Any], name
         (lambda s: s.keep_prefix(None), "the conversation is None"),
         (lambda s: s.state_save(None), "the state is to go to None"),
         (lambda s: s.state_load(None), "the state is None"),
+        (lambda s: s.state_save(io.StringIO()), "give a path, or a file opened for writing bytes"),
+        (lambda s: s.state_load(io.StringIO("a")), "or a file opened for reading bytes"),
         (lambda s: s.chat_prompt([5], template="x"), "chat message 0 needs a role"),
         (lambda s: Session(None), "the artifact is None; give a path"),
         (lambda s: Artifact.open(5), "the artifact is 5"),

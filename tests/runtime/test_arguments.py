@@ -45,6 +45,7 @@ def test_many_generations(session) -> None:
     [
         {"top_k": 1.5}, {"top_k": True}, {"top_k": 1 << 40}, {"repeat_last_n": 2.0}, {"repeat_last_n": 1 << 40}, {"seed": 0.5},
         {"seed": 1 << 80},
+        {"temp": 1e40}, {"repeat_penalty": 1e300}, {"repeat_penalty": 1e-300},
         {"temp": True}, {"temp": float("inf")}, {"top_p": float("nan")}, {"min_p": 1.01}, {"repeat_penalty": -1.0},
     ],
 )  # fmt: skip
