@@ -224,5 +224,5 @@ def test_sizes_in_words(size: int, words: str) -> None:
 def test_a_cache_that_takes_no_files_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("GGUFC_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DriverError, match="file/artifacts takes no files .*set GGUFC_CACHE"):
+    with pytest.raises(DriverError, match=r"file/artifacts takes no files .*set GGUFC_CACHE"):
         cache.fetch(source, OPTIONS, write("code"))
