@@ -1,29 +1,34 @@
 """Everything about the GPU side in one run of at most ten minutes: is it right, and how fast is it?
 
-    python benchmarks/gpu.py [--golden DIR] [--model MODEL] [--layers 4] [--minutes 9] [--device 0] [--binding auto]
+    python benchmarks/gpu.py [--golden DIR] [--model MODEL] [--layers 4] [--minutes 9] [--output FILE] [--device 0] [--binding auto]
 
-Prints one table: golden cases on the device against their tolerance, bits that must not depend on the batch or on recordings, the rates of
-memory and copies, products against the roofline, and decoding and prompts of a model shaped like Llama 3.1 8B (``--layers`` of them, made
-up on the spot) or of ``--model``, beside what the performance model expects. What fails does not stop the rest; what no longer fits the
-time is left out and says so. The exit status is 1 if anything that was checked is wrong. ``--simulate`` runs the same on the tests' PTX
-interpreter with tiny sizes: nothing it measures means anything, but all of it must work.
+Makes one table: golden cases on the device against their tolerance, bits that must not depend on the batch or on recordings, layers and
+heads on either side, the rates of memory and copies, prompts and decoding of a model shaped like Llama 3.1 8B (``--layers`` of them, made
+up on the spot) or of ``--model``, beside what the performance model expects, where a token's time goes, and products against the roofline.
+Steps run in a process of their own, each bounded in time (``bounded``): what fails or hangs costs its own row, what no longer fits the time
+is left out and says so, and ``--output`` holds what is known at any moment. The exit status is 1 if anything is wrong. ``--simulate`` runs
+the same on the tests' PTX interpreter with tiny sizes: nothing it measures means anything, but all of it must work.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from bounded import Report, Step, supervise, work
 
+from ggufc.benchmark import Test
 from ggufc.codegen import frontend
 from ggufc.codegen.compile import CompileOptions, compile_file
 from ggufc.codegen.kernels.matmul import MatMul
@@ -36,11 +41,12 @@ from ggufc.codegen.nvptx.products import TILE_FROM
 from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.formats import cuda
 from ggufc.formats.abi import PARAMS
-from ggufc.formats.errors import GgufcError
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.formats.gguf_writer import GGUFWriter
-from ggufc.profile import device_fill
-from ggufc.runtime.cuda import Device, on_device, open_device
+from ggufc.passes import DEFAULT_PIPELINE
+from ggufc.passes.split_heads import with_split
+from ggufc.profile import device_fill, record
+from ggufc.runtime.cuda import Device, make_device, on_device
 from ggufc.runtime.logits import run_case, session_options
 from ggufc.runtime.session import Session
 
@@ -78,33 +84,6 @@ TINY = Sizes(
     256, 32, (1, 17), ("q8_0",), ("q8_0",), 3, 3, 2, 1 << 12, 2,
     {"embd": 256, "ffn": 256, "heads": 4, "groups": 2, "head": 64, "vocab": 64}, {"embd": 64, "ffn": 32, "all": 4, "used": 2},
 )  # fmt: skip
-
-
-@dataclass
-class Report:
-    """Rows of the table: (kind, what, result, seconds it took). ``wrong`` counts failed checks, ``end`` is when time is over."""
-
-    end: float
-    rows: list[tuple[str, str, str, float]] = field(default_factory=list)
-    wrong: int = 0
-
-    def run(self, kind: str, what: str, action: Callable[[], str | None]) -> None:
-        """One row; ``action`` returns the result, None for a check that holds, and raises for one that does not."""
-        began = time.perf_counter()
-        if time.monotonic() > self.end:
-            self.rows.append((kind, what, "left out: no time", 0.0))
-            return
-        try:
-            result = action() or "holds"
-        except Exception as error:  # the rest is worth having whatever this one runs into
-            self.wrong += 1
-            result = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        self.rows.append((kind, what, result, time.perf_counter() - began))
-        print(f"{what}: {result}", file=sys.stderr, flush=True)
-
-    def table(self) -> str:
-        lines = ["| kind | what | result | s |", "|---|---|---|---:|"]
-        return "\n".join([*lines, *(f"| {kind} | {what} | {result} | {took:.1f} |" for kind, what, result, took in self.rows)])
 
 
 # Right
@@ -159,6 +138,20 @@ def offloaded(path: Path, device: Device, n_tokens: int) -> None:
     assert logits(executor=on_device(device, n_gpu_layers=0)).tobytes() == cpu.tobytes(), "-ngl 0 has other bits than the CPU"
     far = float(np.abs(logits(executor=on_device(device, n_gpu_layers=1)) - cpu).max() / np.abs(cpu).max())
     assert far < 1e-2, f"-ngl 1 is {far:.1e} of the largest logit away from the CPU"
+
+
+def halves(case: Path, whole: Path, device: Device, target: str, folder: Path, n_tokens: int) -> None:
+    """The first layer's caches divided by heads: the bits of whole ones on the CPU, near them with one part on the device."""
+    path = folder / f"{case.name}.halves.ggufc"
+    compile_file(case / "model.gguf", path, CompileOptions(target=f"native,{target}", pipeline=with_split(DEFAULT_PIPELINE, ["0:1"])))
+    tokens = np.random.default_rng(2).integers(0, 200, n_tokens)
+    rows = []
+    for artifact, options in ((whole, {}), (path, {}), (path, {"executor": on_device(device)})):
+        with Session(artifact, n_ctx=256, **options) as s:
+            rows.append(s.decode(tokens, logits="all"))
+    assert rows[0].tobytes() == rows[1].tobytes(), "divided caches have other bits on the CPU"
+    far = float(np.abs(rows[2] - rows[0]).max() / np.abs(rows[0]).max())
+    assert far < 1e-2, f"divided caches are {far:.1e} of the largest logit away from the CPU"
 
 
 # Fast
@@ -315,90 +308,148 @@ def expected(source: Path, tokens: int, context: int) -> float:
     return sum(share.seconds for share in roofline.estimate(schedule, roofline.H200, tokens, context))
 
 
-def timings(source: Path, path: Path, device: Device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(what, measurement) of prompts and decoding of one model, with recordings and without."""
+def timed_session(path: Path, device: Device, sizes: Sizes, **options: Any) -> Session:
+    return Session(
+        path, n_ctx=sizes.prompt + sizes.decode + 256, n_batch=sizes.prompt, n_ubatch=sizes.prompt, executor=on_device(device), **options
+    )
 
-    def session() -> Session:
-        return Session(
-            path, n_ctx=sizes.prompt + sizes.decode + 256, n_batch=sizes.prompt, n_ubatch=sizes.prompt, executor=on_device(device)
-        )
 
-    def prompt() -> str:
-        tokens = np.ones(sizes.prompt, np.int32)
-        with session() as s:
-            best = float("inf")
-            for _ in range(4):
-                s.seq_rm(-1)
-                began = time.perf_counter()
-                s.decode(tokens)
-                best = min(best, time.perf_counter() - began)
-        limit = expected(source, sizes.prompt, sizes.prompt)
-        return f"{sizes.prompt / best:.0f} tokens/s, {1e3 * best:.2f} ms; roofline {1e3 * limit:.2f} ms, {100 * limit / best:.0f} %"
+def prompts(source: Path, path: Path, device: Device, sizes: Sizes) -> str:
+    """The fastest of four prompts, the first of which also loads the kernels."""
+    tokens = np.ones(sizes.prompt, np.int32)
+    with timed_session(path, device, sizes) as s:
+        best = float("inf")
+        for _ in range(4):
+            s.seq_rm(-1)
+            began = time.perf_counter()
+            s.decode(tokens)
+            best = min(best, time.perf_counter() - began)
+    limit = expected(source, sizes.prompt, sizes.prompt)
+    return f"{sizes.prompt / best:.0f} tokens/s, {1e3 * best:.2f} ms; roofline {1e3 * limit:.2f} ms, {100 * limit / best:.0f} %"
 
-    def decode(recorded: bool) -> str:
-        usable, device.graphs = device.graphs, device.graphs and recorded
-        try:
-            with session() as s:
+
+def decoding(source: Path, path: Path, device: Device, sizes: Sizes, recorded: bool) -> str:
+    """Tokens one by one, replayed from a recording or started call by call."""
+    usable, device.graphs = device.graphs, device.graphs and recorded
+    try:
+        with timed_session(path, device, sizes) as s:
+            s.decode_view([1])
+            s.decode_view([1])
+            began = time.perf_counter()
+            for _ in range(sizes.decode):
                 s.decode_view([1])
-                s.decode_view([1])
-                began = time.perf_counter()
-                for _ in range(sizes.decode):
-                    s.decode_view([1])
-                each = (time.perf_counter() - began) / sizes.decode
-                counts = s.executor.recordings  # type: ignore[attr-defined]
-        finally:
-            device.graphs = usable
-        limit = expected(source, 1, sizes.decode)
-        return (
-            f"{1 / each:.1f} tokens/s, {1e3 * each:.3f} ms; roofline {1e3 * limit:.3f} ms, {100 * limit / each:.0f} % "
-            f"({counts.recorded} recordings, {counts.replayed} replays)"
-        )
+            each = (time.perf_counter() - began) / sizes.decode
+            counts = s.executor.recordings  # type: ignore[attr-defined]
+    finally:
+        device.graphs = usable
+    limit = expected(source, 1, sizes.decode)
+    return (
+        f"{1 / each:.1f} tokens/s, {1e3 * each:.3f} ms; roofline {1e3 * limit:.3f} ms, {100 * limit / each:.0f} % "
+        f"({counts.recorded} recordings, {counts.replayed} replays)"
+    )
 
-    yield f"prompt of {sizes.prompt}", prompt
-    yield "decoding, recorded", lambda: decode(True)
-    yield "decoding, call by call", lambda: decode(False)
+
+def shares(path: Path, device: Device, sizes: Sizes, prompt: bool) -> str:
+    """The kernels that take most of a prompt's or of a decoded token's time."""
+    test = Test(sizes.prompt if prompt else 0, 0 if prompt else min(sizes.decode, 8))
+    with timed_session(path, device, sizes, profile=True) as s:
+        entries = record(s, test)
+    kernels: dict[str, list[float]] = {}
+    for entry in entries:
+        kernels.setdefault(entry.kernel, []).append(entry.working)
+    whole = sum(map(sum, kernels.values()))
+    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:6]
+    told = (f"{100 * sum(each) / whole:.0f} % {name[:60]} ({len(each)} x {1e6 * sum(each) / len(each):.1f} us)" for name, each in longest)
+    return "; ".join(told)
 
 
 # All of it
 
 
-def measure(device: Device, report: Report, sizes: Sizes, cases: list[Path], model: Path | None, layers: int, folder: Path) -> None:
-    """Fill the report."""
-    name = cuda.newest_for(device.capability)
-    target = f"cuda:{name}"
-    free = device.free_memory() / 2**30
-    report.run(MEASURED, "device", lambda: f"{device.name}, sm_{device.capability}, {free:.0f} GiB free, code for {name}")
-    for case in cases:
-        report.run(CHECKED, f"golden {case.name}", lambda case=case: golden(case, device, target, folder))  # type: ignore[misc]
-    first = folder / f"{cases[0].name}.ggufc" if cases else None
-    if first is not None:
-        n_tokens = 100 if sizes.prompt > 100 else 6
-        report.run(CHECKED, "bits of a text in one piece, in many, and restored", lambda: same_bits(first, device, n_tokens))
-        report.run(CHECKED, "offload by layers", lambda: offloaded(first, device, n_tokens))
-    report.run(MEASURED, "memory", lambda: f"filled at {device_fill(device, sizes.buffer) / 1e9:.0f} GB/s")
-    report.run(MEASURED, "copies", lambda: copies(device, sizes.buffer))
-    for dtype in sizes.types:
-        for tokens in sizes.tokens:
-            what = f"{dtype} {sizes.n}x{sizes.k}, {tokens} tokens"
-            report.run(MEASURED, what, lambda d=dtype, t=tokens: product(device, target, d, t, sizes))  # type: ignore[misc]
-    shape = sizes.experts
-    for dtype in sizes.expert_types:
-        for tokens in sizes.tokens:
-            what = f"{dtype} {shape['used']} of {shape['all']} experts {shape['ffn']}x{shape['embd']}, {tokens} tokens"
-            report.run(MEASURED, what, lambda d=dtype, t=tokens: experts(device, target, d, t, sizes))  # type: ignore[misc]
-    source, words = model, str(model)
-    if source is None and layers:
-        source, words = folder / "made-up.gguf", f"{layers} layers shaped like Llama 3.1 8B"
-        report.run(MEASURED, f"write {words}", lambda: write_model(folder / "made-up.gguf", layers, sizes.model) or "done")
-    if source is not None and source.exists():
-        path = folder / "timed.ggufc"
-        report.run(
-            MEASURED,
-            f"compile {words}",
-            lambda: f"{compile_file(source, path, CompileOptions(target=f'native,{target}')).launches} launches",
-        )
-        for what, action in timings(source, path, device, sizes) if path.exists() else ():
-            report.run(MEASURED, what, action)
+@dataclass
+class Bench:
+    """What is measured where: steps in order of what one wants to know first. The device is opened by the first step that needs it."""
+
+    open_device: Callable[[], Device]
+    sizes: Sizes
+    cases: list[Path]
+    model: Path | None
+    layers: int
+    folder: Path
+
+    @cached_property
+    def device(self) -> Device:
+        return self.open_device()
+
+    @property
+    def target(self) -> str:
+        return f"cuda:{cuda.newest_for(self.device.capability)}"
+
+    def steps(self) -> list[Step]:
+        """All steps; making the list touches no device."""
+        device = Step(MEASURED, "device", self._describe, 120, essential=True)
+        goldens = [Step(CHECKED, f"golden {case.name}", partial(self._golden, case), 90) for case in self.cases]
+        return [device, *goldens[:1], *self._checks(), *self._rates(), *self._timings(), *goldens[1:], *self._products()]
+
+    def _describe(self) -> str:
+        device = self.device
+        return f"{device.name}, sm_{device.capability}, {device.free_memory() / 2**30:.0f} GiB free, code for {self.target}"
+
+    def _golden(self, case: Path) -> str:
+        return golden(case, self.device, self.target, self.folder)
+
+    def _checks(self) -> Iterator[Step]:
+        if not self.cases:
+            return
+        case, n = self.cases[0], 100 if self.sizes.prompt > 100 else 6
+        path = self.folder / f"{case.name}.ggufc"
+        yield Step(CHECKED, "bits of a text in one piece, in many, and restored", lambda: same_bits(path, self.device, n))
+        yield Step(CHECKED, "offload by layers", lambda: offloaded(path, self.device, n))
+        yield Step(CHECKED, "caches divided by heads", lambda: halves(case, path, self.device, self.target, self.folder, n), 90)
+
+    def _rates(self) -> Iterator[Step]:
+        size = self.sizes.buffer
+        yield Step(MEASURED, "memory", lambda: f"filled at {device_fill(self.device, size) / 1e9:.0f} GB/s", 30)
+        yield Step(MEASURED, "copies", lambda: copies(self.device, size), 30)
+
+    def _timings(self) -> Iterator[Step]:
+        sizes, source, words = self.sizes, self.model, str(self.model)
+        if source is None and not self.layers:
+            return
+        if source is None:
+            source, words = self.folder / "made-up.gguf", f"{self.layers} layers shaped like Llama 3.1 8B"
+            made = source
+            yield Step(MEASURED, f"write {words}", lambda: write_model(made, self.layers, sizes.model) or "done", 90)
+        path = self.folder / "timed.ggufc"
+
+        def compiled() -> str:
+            report = compile_file(source, path, CompileOptions(target=f"native,{self.target}"))
+            return f"{report.launches} launches"
+
+        yield Step(MEASURED, f"compile {words}", compiled, 180)
+        yield Step(MEASURED, "decoding, recorded", lambda: decoding(source, path, self.device, sizes, recorded=True))
+        yield Step(MEASURED, "decoding, call by call", lambda: decoding(source, path, self.device, sizes, recorded=False))
+        yield Step(MEASURED, f"prompt of {sizes.prompt}", lambda: prompts(source, path, self.device, sizes))
+        yield Step(MEASURED, "a token's time", lambda: shares(path, self.device, sizes, prompt=False))
+        yield Step(MEASURED, "a prompt's time", lambda: shares(path, self.device, sizes, prompt=True))
+
+    def _products(self) -> Iterator[Step]:
+        for dtype in self.sizes.types:
+            for tokens in self.sizes.tokens:
+                what = f"{dtype} {self.sizes.n}x{self.sizes.k}, {tokens} tokens"
+                yield Step(MEASURED, what, partial(self._product, dtype, tokens), 30)
+
+        shape = self.sizes.experts
+        for dtype in self.sizes.expert_types:
+            for tokens in self.sizes.tokens:
+                what = f"{dtype} {shape['used']} of {shape['all']} experts {shape['ffn']}x{shape['embd']}, {tokens} tokens"
+                yield Step(MEASURED, what, partial(self._experts, dtype, tokens), 30)
+
+    def _product(self, dtype: str, tokens: int) -> str:
+        return product(self.device, self.target, dtype, tokens, self.sizes)
+
+    def _experts(self, dtype: str, tokens: int) -> str:
+        return experts(self.device, self.target, dtype, tokens, self.sizes)
 
 
 def golden_folder(given: Path | None) -> Path:
@@ -413,28 +464,52 @@ def golden_folder(given: Path | None) -> Path:
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A .gguf file instead of the made-up model.")
 @click.option("--layers", type=click.IntRange(0), default=4, show_default=True, help="Layers of the made-up model; 0: none.")
 @click.option("--minutes", type=float, default=9.0, show_default=True, help="Nothing begins after this time.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the table here, after every step.")
 @click.option("--device", "index", type=click.IntRange(0), default=0, show_default=True, help="Which GPU.")
 @click.option("--binding", default="auto", show_default=True, help="auto, pycuda or library.")
 @click.option("--simulate", is_flag=True, help="On the tests' interpreter, with tiny sizes.")
+@click.option("--work", "place", nargs=2, type=(click.Path(path_type=Path), int), hidden=True, help="Be the process that runs the steps.")
 def main(
-    folder: Path | None, names: tuple[str, ...], model: Path | None, layers: int, minutes: float, index: int, binding: str, simulate: bool
+    folder: Path | None,
+    names: tuple[str, ...],
+    model: Path | None,
+    layers: int,
+    minutes: float,
+    output: Path | None,
+    index: int,
+    binding: str,
+    simulate: bool,
+    place: tuple[Path, int] | None,
 ) -> None:
-    report = Report(time.monotonic() + 60 * minutes)
+    end = time.monotonic() + 60 * minutes
     cases = [case for name in names or CASES if (case := golden_folder(folder) / name).is_dir()]
-    with tempfile.TemporaryDirectory() as work:
-        if simulate:
-            sys.path.insert(0, str(ROOT / "tests" / "cuda"))
-            from simt_device import SimtDevice
 
-            measure(SimtDevice(races=False), report, TINY, cases, model, min(layers, 1), Path(work))
-        else:
-            try:
-                with open_device(index, binding) as device:
-                    measure(device, report, Sizes(), cases, model, layers, Path(work))
-            except GgufcError as error:
-                raise click.ClickException(str(error)) from None
-    click.echo(report.table())
+    def bench(work_folder: Path) -> Bench:
+        if simulate:
+            return Bench(simulated, TINY, cases, model, min(layers, 1), work_folder)
+        return Bench(lambda: make_device(index, binding), Sizes(), cases, model, layers, work_folder)
+
+    if place is not None:
+        work(bench(place[0]).steps(), place[1])
+        return
+    report, patience = Report(output), 10 if simulate else 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave as after an error: processes stopped, the table printed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as given:
+        try:
+            again = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--work", given]
+            steps = [replace(step, seconds=step.seconds * patience) for step in bench(Path(given)).steps()]
+            supervise(steps, lambda first: [*again, str(first)], report, end)
+        finally:
+            click.echo(report.table())
     sys.exit(1 if report.wrong else 0)
+
+
+def simulated() -> Device:
+    """The tests' interpreter as a device."""
+    sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+    from simt_device import SimtDevice
+
+    return SimtDevice(races=False)
 
 
 if __name__ == "__main__":
