@@ -89,9 +89,7 @@ class WeighedRows(RoundedRows):
     def ring_entry(self, entry: Value) -> Value:
         raise NotImplementedError
 
-    def _weigh_block(
-        self, p: Value, r: Value, row: int, block: Value, entry: Value, w: int, scales: tuple[Value, Value | None]
-    ) -> None:
+    def _weigh_block(self, p: Value, r: Value, row: int, block: Value, entry: Value, w: int, scales: tuple[Value, Value | None]) -> None:
         """``scales`` of ``lanes`` entries, the ``w``-th of a step that begins at ``entry``, with their probabilities at ``p``."""
         e, b, n = self.e, self.e.b, self.lanes
         probability = e.load(vec(F32, n), p)

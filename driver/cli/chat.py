@@ -26,13 +26,7 @@ _HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; a line that
     help="A Jinja file instead of the model's template.",
 )
 @options.predict
-@options.sampling
-@options.context
-@options.compact_windows
-@options.defrag
-@options.build
-@options.device
-@options.expect_digest
+@options.generating
 def command(model: str, system_prompt: str | None, chat_template: Path | None, n_predict: int, **given: Any) -> None:
     """Talk with MODEL. The KV cache is kept between turns, so only what is new is evaluated.
 

@@ -209,6 +209,9 @@ sampling: Callable[[F], F] = stack(
     click.option("-s", "--seed", type=int, default=None, help="Random seed; -1 takes a new one each time. [default: -1]"),
 )
 
+generating: Callable[[F], F] = stack(sampling, context, compact_windows, defrag, build, device, expect_digest)
+"""Everything about a session that writes text."""
+
 predict: Callable[[F], F] = click.option(
     "-n", "--predict", "n_predict", type=click.IntRange(-1), default=-1, help="Most tokens to generate; -1 (default): until the model ends."
 )

@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--context-shift", is_flag=True, help="When the context is full, drop its older half and go on.")
-@options.sampling
-@options.context
-@options.compact_windows
-@options.defrag
-@options.build
-@options.device
-@options.expect_digest
+@options.generating
 @click.option("--quiet", is_flag=True, help="No line about speed.")
 def command(
     model: str,
