@@ -31,14 +31,14 @@ def signed_by_bytes(
             index = 4 * w + i
             if columns == 8:
                 # Codes of columns c and c + 4 in bits 0-3, their signs in bits 4 and 5.
-                key = _select(e, nibbles, shifted(e, signs, 4 - 2 * index), 15)
+                key = tables.select_bits(e, nibbles, shifted(e, signs, 4 - 2 * index), 15)
                 for half in range(2):
                     table = [(mirror if i >> (4 + half) & 1 else values)[min(i >> 2 * half & 3, len(values) - 1)] for i in range(64)]
                     quads.append(tables.lookup64(e, key, table))
             else:
                 # The code in bits 0-2; its sign is one of bits 3 to 5, so that three quads share a shift of the signs.
                 shift, bit = ((3, 3 + index), (0, index), (-2, index - 2))[index // 3]
-                key = _select(e, nibbles, shifted(e, signs, shift), 7)
+                key = tables.select_bits(e, nibbles, shifted(e, signs, shift), 7)
                 quads.append(tables.lookup64(e, key, [(mirror if i >> bit & 1 else values)[i & 7] for i in range(64)]))
     return quads
 
@@ -50,7 +50,7 @@ def ternary_by_bytes(
     even, odd = _halves(e, *_entries(e, book, e.b.bitcast(word, _BYTES), high, 0))
     quads: list[Value] = []
     for i, lower in enumerate(minus):
-        key = _select(e, _spread(e, book, odd if i % 2 else even, 16 * (i // 2)), lower, 15)
+        key = tables.select_bits(e, _spread(e, book, odd if i % 2 else even, 16 * (i // 2)), lower, 15)
         quads += [tables.lookup64(e, key, [values[i >> 2 * half & 3] - step * (i >> 4 & 1) for i in range(64)]) for half in range(2)]
     return quads
 
@@ -63,7 +63,7 @@ def _entries(e: Emitter, book: Codebook, index: Value, high: Value | None, word:
         more = [_bit_set(e, b.bitcast(nibbles, _BYTES), [1 << bit] * 64) for bit in range(stages.choice_bits, book.high_bits)]
         lower, upper = (_choose(e, book.name, [v >> 8 * part & 0xFF for v in stages.first], part, index, more) for part in range(2))
         # The upper byte holds nothing between the class and the bits that a table of 64 passes over.
-        key = _select(e, nibbles, b.bitcast(upper, nibbles.type), stages.choice_mask)
+        key = tables.select_bits(e, nibbles, b.bitcast(upper, nibbles.type), stages.choice_mask)
         return lower, b.xor(upper, b.bitcast(tables.lookup64(e, key, stages.second * (64 // len(stages.second))), _BYTES))
     bits = []
     if high is not None:
@@ -122,14 +122,6 @@ def _multishift(e: Emitter, control: Value, words: Value) -> Value:
     """Eight bits from any place of a quadword to each of its bytes."""
     fn = e.intrinsic("llvm.x86.avx512.pmultishift.qb.512", _BYTES, [_BYTES, _BYTES])
     return e.b.call(fn, [control, e.b.bitcast(words, _BYTES)])
-
-
-def _select(e: Emitter, codes: Value, others: Value, code_mask: int) -> Value:
-    """``codes`` in the bits of ``code_mask`` of each byte, ``others`` in the rest: one instruction, which LLVM would take apart where it
-    sees that look-ups pass over some of the bits."""
-    ty = codes.type
-    fn = e.intrinsic("llvm.x86.avx512.pternlog.d.512", ty, [ty, ty, ty, I32])
-    return e.b.call(fn, [codes, others, e.const(ty, code_mask * 0x01010101), e.i32(0xE4)])
 
 
 def _signed(v: int) -> int:

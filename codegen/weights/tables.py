@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggufc.codegen.emitter import I8, Emitter, Value, vec
+from ggufc.codegen.emitter import I8, I32, Emitter, Value, vec
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of IQ4_NL and IQ4_XS (spec: quantised tensor types, section 2)."""
@@ -42,6 +42,20 @@ def lookup64(e: Emitter, key: Value, table: Sequence[int]) -> Value:
     fn = e.intrinsic("llvm.x86.avx512.permvar.qi.512", bytes_, [bytes_, bytes_])
     found = e.b.call(fn, [e.const_vec(I8, [_signed(v) for v in table]), e.b.bitcast(key, bytes_)])
     return e.b.bitcast(found, key.type)
+
+
+def select_bits(e: Emitter, codes: Value, others: Value, code_mask: int) -> Value:
+    """``codes`` in the bits of ``code_mask`` of each byte, ``others`` in the rest, where ``byte_permutes``: one instruction, which LLVM
+    would take apart where it sees that look-ups pass over some of the bits."""
+    ty = codes.type
+    fn = e.intrinsic("llvm.x86.avx512.pternlog.d.512", ty, [ty, ty, ty, I32])
+    return e.b.call(fn, [codes, others, e.const(ty, code_mask * 0x01010101), e.i32(0xE4)])
+
+
+def rotate(e: Emitter, words: Value, by: Value) -> Value:
+    """Words <n x i32> rotated to the left."""
+    fn = e.intrinsic(f"llvm.fshl.v{words.type.count}i32", words.type, [words.type] * 3)
+    return e.b.call(fn, [words, words, by])
 
 
 def lookup_pair(e: Emitter, quad: Value, table: Sequence[int]) -> tuple[Value, Value]:

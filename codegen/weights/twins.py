@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import I8, I32, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import (
@@ -25,8 +26,9 @@ from ggufc.codegen.weights.base import (
     load_f16,
     load_f32,
     load_field,
-    load_mask,
+    load_word,
     mask_of_rows,
+    masked,
     pack1_masks,
     pack2,
     pack3,
@@ -237,17 +239,20 @@ _VALUES: dict[int, _Values] = {2: _values2, 3: _values3, 4: _values4, 5: _values
 
 
 class IQ2_KL(Scaled):
-    """A code of five bits per two columns."""
+    """A code of five bits per two columns: nibbles, and highest bits in words of two blocks each."""
 
     type_name = "iq2_kl"
-    code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16 + 32, 64, 47 + 64, True
+    code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16, 64, 47 + 64, True
     _ORDER = (0, 2, 1, 3)  # the pairs of columns in the bytes of an index word: those of one quad end up two bytes apart
 
     def __init__(self) -> None:
         super().__init__("iq2_kl")
-        self._first = [int(v) + self.offset for v in PAIRS[:, 0]]
-        self._second = [int(v) + self.offset for v in PAIRS[:, 1]]
+        self.super_bytes = 32 + 4 * 64  # type: ignore[misc]
         self._index = {(int(a), int(b)): i for i, (a, b) in enumerate(PAIRS)}
+
+    def offset_on(self, target: Target) -> int:
+        """128 where products take all unsigned bytes: the sum of the activations then needs no shift."""
+        return 128 if target.vnni else self.offset
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         code, scale, _, _ = codes(self.type_name, raw, k)
@@ -259,33 +264,68 @@ class IQ2_KL(Scaled):
         index = np.ascontiguousarray(look[pairs[..., 0], pairs[..., 1]][..., list(self._ORDER)]).reshape(len(raw), k // 32, 16)
         nibbles = index & 15
         words = np.ascontiguousarray(nibbles[..., :8] | nibbles[..., 8:] << 4).view(np.uint32)
-        high = _half_masks(index >> 4)
-        return Planes(words, (integer_scales(scale, d).astype(np.int8), high), (d.view(np.uint16),))
+        high = _bits_of_two_blocks(index >> 4)
+        return Planes(words, (integer_scales(scale, d).astype(np.int8),), (d.view(np.uint16), *(high[..., i] for i in range(4))))
 
     def unpack(self, e: Emitter, c: Cursor) -> Unpacked:
         b, ints = e.b, vec(I32, e.target.lanes)
         scale = b.sext(load_field(e, c.scales, 0, I8, 1, c.part), ints)
-        even = e.const(ints, 0x00FF00FF)
-        quads = []
-        for v, nibble in enumerate(_halves(e, c)):
-            mask = load_mask(e, c.scales, 16 + 8 * v, c.part)
-            x, y = (pick(e, mask, *tables.lookup_pair(e, nibble, t)) for t in (self._first, self._second))
-            for s in (0, 8):
-                a = b.and_(b.lshr(x, e.const(ints, s)) if s else x, even)
-                o = b.shl(b.and_(b.lshr(y, e.const(ints, s)) if s else y, even), e.const(ints, 8))
-                quads.append(b.or_(a, o))
+        block = e.i64(c.block) if isinstance(c.block, int) else c.block
+        bits = load_field(e, e.at(c.supers, b.lshr(block, e.i64(1)), 64), 32, I32, 4, c.part)
+        odd = b.trunc(b.and_(block, e.i64(1)), I32)
+        values = PAIRS.astype(int) + self.offset_on(e.target)
+        find = _pairs_by_bytes if tables.byte_permutes(e) else _pairs
+        quads = find(e, c, bits, odd, values[:, 0].tolist(), values[:, 1].tolist())
         return from_parts(e, quads, Parts(self.d(e, c), [scale], None, []))
+
+
+def _bits_of_two_blocks(bits: np.ndarray) -> np.ndarray:
+    """Bits uint8 [R, blocks, 16], those of four index words, to u32 [R, blocks / 8, 4]: a word per two blocks, whose bytes hold the bits of
+    word v in bit v for the first block, in bit 4 + v for the second."""
+    ordered = bits.reshape(len(bits), -1, 4, 8, 4) << np.arange(8, dtype=np.uint8)[:, None]
+    return np.ascontiguousarray(ordered.sum(axis=3, dtype=np.uint8)).view(np.uint32)[..., 0]
+
+
+def _pairs(e: Emitter, c: Cursor, bits: Value, odd: Value, first: list[int], second: list[int]) -> list[Value]:
+    """The eight quads of a block: look-ups in both halves of the tables, and a choice by the highest bits."""
+    b, lanes = e.b, e.target.lanes
+    bits = b.lshr(bits, e.splat(b.shl(odd, e.i32(2)), lanes))
+    even = e.const(bits.type, 0x00FF00FF)
+    quads = []
+    for v, nibble in enumerate(_halves(e, c)):
+        if lanes == 1:
+            mask = b.mul(masked(e, bits, -v, 1), e.i32(255))
+        else:
+            bytes_ = vec(I8, 4 * lanes)
+            mask = b.icmp_unsigned("!=", b.and_(b.bitcast(bits, bytes_), e.const(bytes_, 1 << v)), e.const(bytes_, 0))
+        x, y = (pick(e, mask, *tables.lookup_pair(e, nibble, t)) for t in (first, second))
+        for s in (0, 8):
+            a = b.and_(b.lshr(x, e.const(x.type, s)) if s else x, even)
+            o = b.shl(b.and_(b.lshr(y, e.const(y.type, s)) if s else y, even), e.const(y.type, 8))
+            quads.append(b.or_(a, o))
+    return quads
+
+
+def _pairs_by_bytes(e: Emitter, c: Cursor, bits: Value, odd: Value, first: list[int], second: list[int]) -> list[Value]:
+    """As ``_pairs`` where bytes are permuted: the highest bit of a word's indices becomes bit 4 or 5 of a key, beside that of the next."""
+    b, bytes_ = e.b, vec(I8, 64)
+    keyed = [[[t[i & 15 | (i >> bit & 1) << 4] for i in range(64)] for t in (first, second)] for bit in (4, 5)]
+    # Bits 0 to 3 or 4 to 7 are wanted in bits 4 and 5, two at a time; rotating takes one instruction.
+    amount = b.sub(e.i32(4), b.shl(odd, e.i32(2)))
+    upper = tables.rotate(e, bits, e.splat(amount, 16))
+    uppers = (upper, tables.rotate(e, upper, e.const(bits.type, 30)))
+    spread = [[4 * row + 2 * i + s + 64 * column for row in range(16) for i in range(2) for column in range(2)] for s in range(2)]
+    quads: list[Value] = []
+    for v in range(4):
+        word = load_word(e, c, v % 2)
+        nibble = b.lshr(word, e.const(word.type, 4)) if v // 2 else word
+        key = tables.select_bits(e, nibble, uppers[v // 2], 15)
+        x, y = (b.bitcast(tables.lookup64(e, key, t), bytes_) for t in keyed[v % 2])
+        quads += [b.bitcast(e.shuffle(x, y, lanes), word.type) for lanes in spread]
+    return quads
 
 
 def _halves(e: Emitter, c: Cursor) -> list[Value]:
     """The four index words: low nibbles of both stored words, then the high ones."""
     low0, high0, low1, high1 = words2(e, c)
     return [low0, low1, high0, high1]
-
-
-def _half_masks(bits: np.ndarray) -> np.ndarray:
-    """Bits uint8 [R, blocks, 16] (four index words) as a field of 16-bit words that lie, over 16 rows, as four row masks."""
-    rows, blocks = bits.shape[:2]
-    ordered = bits.reshape(rows // 16, 16, blocks, 4, 4).transpose(0, 2, 3, 1, 4)
-    packed = np.packbits(np.ascontiguousarray(ordered).reshape(rows // 16, blocks, 256), axis=-1, bitorder="little")
-    return np.ascontiguousarray(packed.view(np.uint16).transpose(0, 2, 1)).reshape(rows, blocks)
