@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ggufc.codegen.cpu.target import Target
-from ggufc.codegen.emitter import I8, I32, Emitter, Value, vec
+from ggufc.codegen.emitter import I8, I16, I32, Emitter, Value, vec
 from ggufc.codegen.weights import tables
 from ggufc.codegen.weights.base import (
+    ROWS,
     Cursor,
     Parts,
     Planes,
@@ -239,11 +240,14 @@ _VALUES: dict[int, _Values] = {2: _values2, 3: _values3, 4: _values4, 5: _values
 
 
 class IQ2_KL(Scaled):
-    """A code of five bits per two columns: nibbles, and highest bits in words of two blocks each."""
+    """A code of five bits per two columns: nibbles, and highest bits in words of two blocks each.
+
+    The bytes of four rows lie so that interleaving looked-up bytes of first columns with those of second ones gives quads: first two
+    pairs of columns of each row, then the other two (``_by_halves``).
+    """
 
     type_name = "iq2_kl"
     code_bytes, scale_bytes, offset, u_max, prefetch = 128, 16, 64, 47 + 64, True
-    _ORDER = (0, 2, 1, 3)  # the pairs of columns in the bytes of an index word: those of one quad end up two bytes apart
 
     def __init__(self) -> None:
         super().__init__("iq2_kl")
@@ -261,7 +265,7 @@ class IQ2_KL(Scaled):
         for (a, b), i in self._index.items():
             look[a & 255, b & 255] = i
         pairs = code.view(np.uint8).reshape(len(raw), k // 32, 4, 4, 2)
-        index = np.ascontiguousarray(look[pairs[..., 0], pairs[..., 1]][..., list(self._ORDER)]).reshape(len(raw), k // 32, 16)
+        index = _by_halves(look[pairs[..., 0], pairs[..., 1]]).reshape(len(raw), k // 32, 16)
         nibbles = index & 15
         words = np.ascontiguousarray(nibbles[..., :8] | nibbles[..., 8:] << 4).view(np.uint32)
         high = _bits_of_two_blocks(index >> 4)
@@ -271,7 +275,7 @@ class IQ2_KL(Scaled):
         b, ints = e.b, vec(I32, e.target.lanes)
         scale = b.sext(load_field(e, c.scales, 0, I8, 1, c.part), ints)
         block = e.i64(c.block) if isinstance(c.block, int) else c.block
-        bits = load_field(e, e.at(c.supers, b.lshr(block, e.i64(1)), 64), 32, I32, 4, c.part)
+        bits = _load_halves(e, e.at(c.supers, b.lshr(block, e.i64(1)), 64), 32, c.part)
         odd = b.trunc(b.and_(block, e.i64(1)), I32)
         values = PAIRS.astype(int) + self.offset_on(e.target)
         find = _pairs_by_bytes if tables.byte_permutes(e) else _pairs
@@ -286,46 +290,62 @@ def _bits_of_two_blocks(bits: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(ordered.sum(axis=3, dtype=np.uint8)).view(np.uint32)[..., 0]
 
 
+def _by_halves(words: np.ndarray) -> np.ndarray:
+    """Words of four bytes [R, blocks, words, 4]: of every four rows, the bytes 0 and 1 of each, then the bytes 2 and 3 of each."""
+    blocks, n = words.shape[1:3]
+    halves = words.reshape(-1, 4, blocks, n, 2, 2).transpose(0, 4, 1, 2, 3, 5)  # half before row
+    return np.ascontiguousarray(halves.reshape(-1, 2, blocks, n, 2).transpose(0, 2, 3, 1, 4)).reshape(words.shape)
+
+
+def _load_halves(e: Emitter, p: Value, at: int, part: Value | int) -> Value:
+    """A word of each row laid out by ``_by_halves``, as it lies; a row alone gets its own bytes."""
+    if e.target.lanes > 1:
+        return load_field(e, p, at, I32, 4, part)
+    row = e.i64(part) if isinstance(part, int) else part
+    mine = e.gep(e.at(e.gep(p, at), e.b.lshr(row, e.i64(2)), 16), e.b.shl(e.b.and_(row, e.i64(3)), e.i64(1)))
+    low, high = (e.b.zext(e.load(I16, e.gep(mine, i)), I32) for i in (0, 8))
+    return e.b.or_(low, e.b.shl(high, e.i32(16)))
+
+
+def _interleaved(e: Emitter, x: Value, y: Value) -> list[Value]:
+    """The two quads of first columns ``x`` and second columns ``y``."""
+    b, lanes = e.b, e.target.lanes
+    if lanes == 1:
+        wide = [[b.and_(b.lshr(v, e.i32(8 * i)), e.i32(255)) for i in range(4)] for v in (x, y)]
+        pairs = [b.or_(wide[0][i], b.shl(wide[1][i], e.i32(8))) for i in range(4)]
+        return [b.or_(pairs[i], b.shl(pairs[i + 1], e.i32(16))) for i in (0, 2)]
+    x8, y8 = (b.bitcast(v, vec(I8, 4 * lanes)) for v in (x, y))
+    half = [[16 * (i // 16) + 8 * h + i % 16 // 2 + 4 * lanes * (i % 2) for i in range(4 * lanes)] for h in range(2)]
+    return [b.bitcast(e.shuffle(x8, y8, places), x.type) for places in half]
+
+
 def _pairs(e: Emitter, c: Cursor, bits: Value, odd: Value, first: list[int], second: list[int]) -> list[Value]:
     """The eight quads of a block: look-ups in both halves of the tables, and a choice by the highest bits."""
     b, lanes = e.b, e.target.lanes
     bits = b.lshr(bits, e.splat(b.shl(odd, e.i32(2)), lanes))
-    even = e.const(bits.type, 0x00FF00FF)
-    quads = []
-    for v, nibble in enumerate(_halves(e, c)):
+    quads: list[Value] = []
+    for v in range(4):
+        nibble = masked(e, _load_halves(e, c.codes, 4 * ROWS * (v % 2), c.part), -4 * (v // 2), 15)
         if lanes == 1:
             mask = b.mul(masked(e, bits, -v, 1), e.i32(255))
         else:
             bytes_ = vec(I8, 4 * lanes)
             mask = b.icmp_unsigned("!=", b.and_(b.bitcast(bits, bytes_), e.const(bytes_, 1 << v)), e.const(bytes_, 0))
-        x, y = (pick(e, mask, *tables.lookup_pair(e, nibble, t)) for t in (first, second))
-        for s in (0, 8):
-            a = b.and_(b.lshr(x, e.const(x.type, s)) if s else x, even)
-            o = b.shl(b.and_(b.lshr(y, e.const(y.type, s)) if s else y, even), e.const(y.type, 8))
-            quads.append(b.or_(a, o))
+        quads += _interleaved(e, *(pick(e, mask, *tables.lookup_pair(e, nibble, t)) for t in (first, second)))
     return quads
 
 
 def _pairs_by_bytes(e: Emitter, c: Cursor, bits: Value, odd: Value, first: list[int], second: list[int]) -> list[Value]:
     """As ``_pairs`` where bytes are permuted: the highest bit of a word's indices becomes bit 4 or 5 of a key, beside that of the next."""
-    b, bytes_ = e.b, vec(I8, 64)
+    b = e.b
     keyed = [[[t[i & 15 | (i >> bit & 1) << 4] for i in range(64)] for t in (first, second)] for bit in (4, 5)]
     # Bits 0 to 3 or 4 to 7 are wanted in bits 4 and 5, two at a time; rotating takes one instruction.
-    amount = b.sub(e.i32(4), b.shl(odd, e.i32(2)))
-    upper = tables.rotate(e, bits, e.splat(amount, 16))
+    upper = tables.rotate(e, bits, e.splat(b.sub(e.i32(4), b.shl(odd, e.i32(2))), 16))
     uppers = (upper, tables.rotate(e, upper, e.const(bits.type, 30)))
-    spread = [[4 * row + 2 * i + s + 64 * column for row in range(16) for i in range(2) for column in range(2)] for s in range(2)]
     quads: list[Value] = []
     for v in range(4):
         word = load_word(e, c, v % 2)
         nibble = b.lshr(word, e.const(word.type, 4)) if v // 2 else word
         key = tables.select_bits(e, nibble, uppers[v // 2], 15)
-        x, y = (b.bitcast(tables.lookup64(e, key, t), bytes_) for t in keyed[v % 2])
-        quads += [b.bitcast(e.shuffle(x, y, lanes), word.type) for lanes in spread]
+        quads += _interleaved(e, *(tables.lookup64(e, key, t) for t in keyed[v % 2]))
     return quads
-
-
-def _halves(e: Emitter, c: Cursor) -> list[Value]:
-    """The four index words: low nibbles of both stored words, then the high ones."""
-    low0, high0, low1, high1 = words2(e, c)
-    return [low0, low1, high0, high1]
