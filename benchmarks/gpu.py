@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,14 @@ from typing import Any
 import click
 import numpy as np
 from bounded import Report, Step, supervise, work
+from gpu_kernels import TINY, Sizes, copies, experts, product
+from gpu_models import decoding, prompts, shares, write_model
 
-from ggufc.benchmark import Test
-from ggufc.codegen import frontend
 from ggufc.codegen.compile import CompileOptions, compile_file
-from ggufc.codegen.kernels.matmul import MatMul
-from ggufc.codegen.kernels.matmul_id import MatMulId
-from ggufc.codegen.kernels.matmul_product import rows_argument
-from ggufc.codegen.lower import lower
-from ggufc.codegen.nvptx import describe, emit_ptx, roofline
-from ggufc.codegen.nvptx.expert_tiles import tile_from
-from ggufc.codegen.nvptx.products import TILE_FROM
-from ggufc.codegen.weights import q8_record, weight_format
 from ggufc.formats import cuda
-from ggufc.formats.abi import PARAMS
-from ggufc.formats.ggml_types import row_bytes
-from ggufc.formats.gguf_writer import GGUFWriter
 from ggufc.passes import DEFAULT_PIPELINE
 from ggufc.passes.split_heads import with_split
-from ggufc.profile import device_fill, record
+from ggufc.profile import device_fill
 from ggufc.runtime.cuda import Device, make_device, on_device
 from ggufc.runtime.logits import run_case, session_options
 from ggufc.runtime.session import Session
@@ -58,35 +46,6 @@ CASES = (
     "gpt-oss-mxfp4", "glm-dsa-dense",
 )  # fmt: skip
 CHECKED, MEASURED = "checked", "measured"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What to measure: an output and input width, token counts, the prompt and decoding of the model, its own shape, and experts'."""
-
-    k: int = 4096
-    n: int = 28672
-    tokens: tuple[int, ...] = (1, 4, 16, 64, 512)
-    types: tuple[str, ...] = ("q4_k", "q6_k", "q8_0", "f16", "f32")
-    expert_types: tuple[str, ...] = ("q4_k", "q6_k", "f16")
-    prompt: int = 512
-    decode: int = 64
-    copies: int = 4
-    buffer: int = 256 << 20
-    rounds: int = 10
-    model: dict[str, int] = field(
-        default_factory=lambda: {"embd": 4096, "ffn": 14336, "heads": 32, "groups": 8, "head": 128, "vocab": 128256}
-    )
-    experts: dict[str, int] = field(default_factory=lambda: {"embd": 2048, "ffn": 768, "all": 128, "used": 8})
-
-
-TINY = Sizes(
-    256, 32, (1, 17), ("q8_0",), ("q8_0",), 3, 3, 2, 1 << 12, 2,
-    {"embd": 256, "ffn": 256, "heads": 4, "groups": 2, "head": 64, "vocab": 64}, {"embd": 64, "ffn": 32, "all": 4, "used": 2},
-)  # fmt: skip
-
-
-# Right
 
 
 def golden(case: Path, device: Device, target: str, folder: Path) -> str:
@@ -152,218 +111,6 @@ def halves(case: Path, whole: Path, device: Device, target: str, folder: Path, n
     assert rows[0].tobytes() == rows[1].tobytes(), "divided caches have other bits on the CPU"
     far = float(np.abs(rows[2] - rows[0]).max() / np.abs(rows[0]).max())
     assert far < 1e-2, f"divided caches are {far:.1e} of the largest logit away from the CPU"
-
-
-# Fast
-
-
-def best_of(device: Device, rounds: int, action: Callable[[int], None]) -> float:
-    """Seconds of the fastest round."""
-    best = float("inf")
-    for i in range(rounds):
-        start = device.mark()
-        action(i)
-        stop = device.mark()
-        device.synchronize()
-        best = min(best, device.elapsed(start, stop) / 1e3)
-    return max(best, 1e-9)
-
-
-@contextmanager
-def buffers(device: Device, *sizes: int) -> Iterator[list[int]]:
-    held = []
-    try:
-        for size in sizes:
-            held.append(device.alloc(size))
-        yield held
-    finally:
-        for address in held:
-            device.free(address)
-
-
-def copies(device: Device, size: int) -> str:
-    pinned = device.host_array(size)
-    with buffers(device, size) as (address,):
-        there = best_of(device, 5, lambda _: device.send(address, pinned))
-        back = best_of(device, 5, lambda _: device.receive(address, pinned))
-    return f"{size / there / 1e9:.1f} GB/s to the device, {size / back / 1e9:.1f} from it (pinned)"
-
-
-def launcher(device: Device, target: str, spec: MatMul | MatMulId, tokens: int) -> Callable[[list[int], int], None]:
-    """``launch(arguments, params)`` of the entry that computes a product of ``tokens`` tokens; ``params``: address of the symbols."""
-    module = device.load(emit_ptx([spec], target.removeprefix("cuda:")))
-    (entry,) = [e for e in describe(spec).entries if e.low <= tokens and (not e.high or tokens <= e.high)]
-    count = cuda.tiles(entry.grid, {"T": tokens})
-    function = device.function(module, entry.symbol)
-    return lambda words, params: device.launch(function, min(count, cuda.MAX_GRID), entry.block, [*words, params, 0, 0, count])
-
-
-def activation_bytes(dtype: str, k: int) -> int:
-    return 4 * k if dtype in ("f32", "f16", "bf16") else q8_record(k).stride
-
-
-def outcome(dtype: str, seconds: float, moved: float, operations: float, tiles: bool) -> str:
-    """Rates, and the share of what the roofline allows."""
-    machine = roofline.H200
-    rate = machine.f32 if dtype in ("f32", "f16", "bf16") else machine.tensor if tiles else machine.dp4a
-    limit = max(moved / machine.bandwidth, operations / rate)
-    return (
-        f"{1e6 * seconds:.1f} us, {moved / seconds / 1e9:.0f} GB/s, {operations / seconds / 1e12:.1f} Top/s; "
-        f"{100 * limit / seconds:.0f} % of the roofline of {machine.name}"
-    )
-
-
-def symbols_of(tokens: int) -> np.ndarray:
-    return np.array([tokens if name == "T" else 0 for name in PARAMS], np.int64)
-
-
-def product(device: Device, target: str, dtype: str, tokens: int, sizes: Sizes) -> str:
-    """Time of one product, cycling through copies of the weights so that the second-level cache does not hold them."""
-    k, n = sizes.k, sizes.n
-    spec = MatMul(dtype, k, n, "none", False, "T")
-    launch = launcher(device, target, spec, tokens)
-    weight, activation = weight_format(dtype).packed_bytes(k, n), activation_bytes(dtype, k)
-    with buffers(device, *[weight] * sizes.copies, tokens * activation, 4 * tokens * n, symbols_of(tokens).nbytes) as held:
-        *weights, x, y, params = held
-        for address, size in [*((w, weight) for w in weights), (x, tokens * activation)]:
-            device.fill(address, size)
-        device.upload(params, symbols_of(tokens))
-
-        def once(i: int) -> None:
-            launch([weights[i % len(weights)], x, y, k, n, 0, 0, 0, rows_argument("T")], params)
-
-        seconds = best_of(device, sizes.rounds, once)
-    return outcome(dtype, seconds, weight, 2.0 * k * n * tokens, tokens >= TILE_FROM)
-
-
-def experts(device: Device, target: str, dtype: str, tokens: int, sizes: Sizes) -> str:
-    """Time of gate and up of the experts that tokens choose at random."""
-    shape = sizes.experts
-    spec = MatMulId(dtype, shape["embd"], shape["ffn"], shape["all"], shape["used"], True, epilogue="silu_glu")
-    launch = launcher(device, target, spec, tokens)
-    rng = np.random.default_rng(0)
-    ids = np.stack([rng.permutation(spec.n_expert)[: spec.n_used] for _ in range(tokens)]).astype(np.int32)
-    weights, activation = spec.n_expert * spec.expert_bytes, activation_bytes(dtype, spec.k)
-    results = 4 * ids.size * spec.n
-    with buffers(device, weights, weights, tokens * activation, results, ids.nbytes, symbols_of(tokens).nbytes) as held:
-        gate, up, x, y, chosen, params = held
-        for address, size in ((gate, weights), (up, weights), (x, tokens * activation)):
-            device.fill(address, size)
-        device.upload(chosen, ids)
-        device.upload(params, symbols_of(tokens))
-        seconds = best_of(device, sizes.rounds, lambda _: launch([gate, x, y, chosen, rows_argument("T"), up], params))
-    moved = 2.0 * len(np.unique(ids)) * spec.expert_bytes
-    return outcome(dtype, seconds, moved, 4.0 * ids.size * spec.k * spec.n, tokens >= tile_from(spec, TILE_FROM))
-
-
-def write_model(path: Path, layers: int, shape: dict[str, int]) -> None:
-    """A llama of the given shape in the mixture of Q4_K_M (half of ``attn_v`` and ``ffn_down`` in Q6_K), all weights zero but their scales:
-    its time does not depend on them.
-    """
-    e, f, v, kv = shape["embd"], shape["ffn"], shape["vocab"], shape["groups"] * shape["head"]
-    with GGUFWriter(path) as writer:
-        writer.add("general.architecture", "llama")
-        for key, value in {
-            "block_count": layers, "context_length": 8192, "embedding_length": e, "feed_forward_length": f,
-            "attention.head_count": shape["heads"], "attention.head_count_kv": shape["groups"], "vocab_size": v,
-            "rope.dimension_count": shape["head"],
-        }.items():  # fmt: skip
-            writer.add(f"llama.{key}", value, "uint32")
-        writer.add("llama.rope.freq_base", 500000.0, "float32")
-        writer.add("llama.attention.layer_norm_rms_epsilon", 1e-5, "float32")
-
-        def matrix(name: str, k: int, n: int, dtype: str = "q4_k") -> None:
-            def rows() -> Iterator[np.ndarray]:
-                for at in range(0, n, 1024):
-                    yield np.zeros(min(1024, n - at) * row_bytes(dtype, k), np.uint8)
-
-            writer.add_tensor(name, (k, n), dtype, rows)
-
-        def vector(name: str, k: int) -> None:
-            writer.add_tensor(name, (k,), "f32", np.ones(k, np.float32))
-
-        matrix("token_embd.weight", e, v)
-        matrix("output.weight", e, v, "q6_k")
-        vector("output_norm.weight", e)
-        for i in range(layers):
-            better = "q6_k" if i % 2 else "q4_k"
-            vector(f"blk.{i}.attn_norm.weight", e)
-            vector(f"blk.{i}.ffn_norm.weight", e)
-            for name, k, n, dtype in (
-                ("attn_q", e, shape["heads"] * shape["head"], "q4_k"), ("attn_k", e, kv, "q4_k"), ("attn_v", e, kv, better),
-                ("attn_output", shape["heads"] * shape["head"], e, "q4_k"), ("ffn_gate", e, f, "q4_k"), ("ffn_up", e, f, "q4_k"),
-                ("ffn_down", f, e, better),
-            ):  # fmt: skip
-                matrix(f"blk.{i}.{name}.weight", k, n, dtype)
-        writer.finish()
-
-
-def expected(source: Path, tokens: int, context: int) -> float:
-    """Seconds of a micro-batch by the performance model, for an H200."""
-    options = CompileOptions()
-    with frontend.open_model(source) as (_, model):
-        graph = frontend.build_graph(model, options, "eval")
-        frontend.run_passes(graph, options)
-        schedule = lower(graph, "eval")[0]
-    return sum(share.seconds for share in roofline.estimate(schedule, roofline.H200, tokens, context))
-
-
-def timed_session(path: Path, device: Device, sizes: Sizes, **options: Any) -> Session:
-    return Session(
-        path, n_ctx=sizes.prompt + sizes.decode + 256, n_batch=sizes.prompt, n_ubatch=sizes.prompt, executor=on_device(device), **options
-    )
-
-
-def prompts(source: Path, path: Path, device: Device, sizes: Sizes) -> str:
-    """The fastest of four prompts, the first of which also loads the kernels."""
-    tokens = np.ones(sizes.prompt, np.int32)
-    with timed_session(path, device, sizes) as s:
-        best = float("inf")
-        for _ in range(4):
-            s.seq_rm(-1)
-            began = time.perf_counter()
-            s.decode(tokens)
-            best = min(best, time.perf_counter() - began)
-    limit = expected(source, sizes.prompt, sizes.prompt)
-    return f"{sizes.prompt / best:.0f} tokens/s, {1e3 * best:.2f} ms; roofline {1e3 * limit:.2f} ms, {100 * limit / best:.0f} %"
-
-
-def decoding(source: Path, path: Path, device: Device, sizes: Sizes, recorded: bool) -> str:
-    """Tokens one by one, replayed from a recording or started call by call."""
-    usable, device.graphs = device.graphs, device.graphs and recorded
-    try:
-        with timed_session(path, device, sizes) as s:
-            s.decode_view([1])
-            s.decode_view([1])
-            began = time.perf_counter()
-            for _ in range(sizes.decode):
-                s.decode_view([1])
-            each = (time.perf_counter() - began) / sizes.decode
-            counts = s.executor.recordings  # type: ignore[attr-defined]
-    finally:
-        device.graphs = usable
-    limit = expected(source, 1, sizes.decode)
-    return (
-        f"{1 / each:.1f} tokens/s, {1e3 * each:.3f} ms; roofline {1e3 * limit:.3f} ms, {100 * limit / each:.0f} % "
-        f"({counts.recorded} recordings, {counts.replayed} replays)"
-    )
-
-
-def shares(path: Path, device: Device, sizes: Sizes, prompt: bool) -> str:
-    """The kernels that take most of a prompt's or of a decoded token's time."""
-    test = Test(sizes.prompt if prompt else 0, 0 if prompt else min(sizes.decode, 8))
-    with timed_session(path, device, sizes, profile=True) as s:
-        entries = record(s, test)
-    kernels: dict[str, list[float]] = {}
-    for entry in entries:
-        kernels.setdefault(entry.kernel, []).append(entry.working)
-    whole = sum(map(sum, kernels.values()))
-    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:6]
-    told = (f"{100 * sum(each) / whole:.0f} % {name[:60]} ({len(each)} x {1e6 * sum(each) / len(each):.1f} us)" for name, each in longest)
-    return "; ".join(told)
-
-
-# All of it
 
 
 @dataclass
