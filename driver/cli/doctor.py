@@ -15,7 +15,10 @@ import click
 from ggufc import __version__
 
 DEPENDENCIES = ("numpy", "llvmlite", "networkx", "gguf", "tokenizers", "jinja2", "click", "rich", "msgspec")
-EXTRAS = {"hub": ("huggingface_hub", "pull from hf:"), "cuda": ("pycuda", "run on NVIDIA GPUs")}
+EXTRAS = {
+    "hub": ("huggingface_hub", "pull from hf:"),
+    "cuda": ("pycuda", "use NVIDIA GPUs through pycuda, and not through the driver's own library, which needs no package"),
+}
 
 
 @click.command()
@@ -85,19 +88,22 @@ def _cuda() -> dict[str, object]:
     from ggufc.files import size_words
     from ggufc.formats.cuda import newest_for
     from ggufc.formats.errors import GgufcError
+    from ggufc.runtime.cuda.device import NO_CUDA
     from ggufc.runtime.cuda.library_device import describe_devices
 
     try:
         version, devices = describe_devices()
     except GgufcError as why:
-        return {"cuda": f"not available ({why})", "ptxas": _ptxas()}
+        return {"cuda": f"not available ({str(why).removeprefix(NO_CUDA)})", "ptxas": _ptxas()}
     found = [
         f"cuda:{i} {d.name}, sm_{d.capability}, {d.multiprocessors} multiprocessors, {size_words(d.memory)} "
         + (f"(--target native,cuda:{arch})" if (arch := newest_for(d.capability)) else "(too old for ggufc)")
         for i, d in enumerate(devices)
     ]
     driver = f"driver for CUDA {version}"
-    return {"cuda": "; ".join([driver, *found]) if found else f"{driver}, no device visible", "ptxas": _ptxas()}
+    if not found:
+        return {"cuda": f"{driver}, no device visible (CUDA_VISIBLE_DEVICES hides devices)", "ptxas": _ptxas()}
+    return {"cuda": "; ".join([driver, *found]), "ptxas": _ptxas()}
 
 
 def _ptxas() -> str:

@@ -85,6 +85,8 @@ class PtxTooNew(RuntimeRefusal):
 
 
 REMEDY = "or run on the CPU"
+NO_CUDA = "CUDA cannot be used: "
+"""How refusals begin where there is no driver to talk to."""
 
 
 def check_index(index: int, count: int) -> None:

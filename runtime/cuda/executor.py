@@ -177,10 +177,12 @@ class CudaExecutor(Binding):
         sizes["attention"] = self._launches.extra_size(self._most)
         needed, free = sum(sizes.values()) + _SLACK, self._device.free_memory()
         if needed > free:
-            parts = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+            parts = ", ".join(f"{name} {megabytes(size)}" for name, size in {**sizes, "driver": _SLACK}.items())
+            windows = any(cache.window for cache in self.artifact.manifest.caches) and not self.sizes.window_rows
             raise RuntimeRefusal(
-                f"{self._device.name} has {megabytes(free)} free, {megabytes(needed)} are needed ({parts}); use a smaller n_ctx or "
-                "n_ubatch, a smaller cache type, fewer layers on the device (-ngl), or run on the CPU"
+                f"{self._device.name} has {megabytes(free)} free, {megabytes(needed)} are needed ({parts}); use "
+                f"a smaller n_ctx or n_ubatch, a smaller cache type, {'compact_windows, ' * windows}fewer layers on the device (-ngl), or "
+                "run on the CPU"
             )
 
     def _alloc(self, size: int) -> int:

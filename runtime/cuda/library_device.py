@@ -17,7 +17,7 @@ import numpy as np
 
 from ggufc.runtime.errors import RuntimeRefusal
 
-from .device import REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
+from .device import NO_CUDA, REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
 from .pool import Pool
 
 _OUT_OF_MEMORY, _NO_DEVICE, _UNSUPPORTED_PTX = 2, 100, 222
@@ -32,7 +32,7 @@ def load_library() -> Any:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeRefusal(f"CUDA cannot be used: its driver library libcuda is missing; install an NVIDIA driver, {REMEDY}")
+    raise RuntimeRefusal(f"{NO_CUDA}its driver library libcuda is missing; install an NVIDIA driver, {REMEDY}")
 
 
 class _Driver:
@@ -80,7 +80,7 @@ class _Driver:
         """Initialise; the number of devices."""
         status = self.status("cuInit", 0)
         if status and status != _NO_DEVICE:
-            raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({self.error(status)}); check nvidia-smi, {REMEDY}")
+            raise RuntimeRefusal(f"{NO_CUDA}the driver does not start ({self.error(status)}); check nvidia-smi, {REMEDY}")
         count = c_int()
         if not status:
             self("count devices", "cuDeviceGetCount", byref(count))

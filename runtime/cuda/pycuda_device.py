@@ -11,22 +11,24 @@ import numpy as np
 
 from ggufc.runtime.errors import RuntimeRefusal
 
-from .device import REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
+from .device import NO_CUDA, REMEDY, PtxTooNew, check_index, megabytes, no_memory_left
 from .pool import Pool
 
 
-def _driver() -> ModuleType:
-    """``pycuda.driver``, initialised. RuntimeRefusal says what is missing."""
+def _driver(index: int) -> ModuleType:
+    """``pycuda.driver``, initialised for the use of device ``index``. RuntimeRefusal says what is missing."""
     try:
         import pycuda.driver as driver
     except ImportError as error:
         missing = "its driver library libcuda" if "libcuda" in str(error) else "the package pycuda"
         what = "install an NVIDIA driver" if "libcuda" in str(error) else "pip install 'ggufc[cuda]'"
-        raise RuntimeRefusal(f"CUDA cannot be used: {missing} is missing ({error}); {what}, {REMEDY}") from None
+        raise RuntimeRefusal(f"{NO_CUDA}{missing} is missing ({error}); {what}, {REMEDY}") from None
     try:
         driver.init()
     except driver.Error as error:
-        raise RuntimeRefusal(f"CUDA cannot be used: the driver does not start ({error}); check nvidia-smi, {REMEDY}") from None
+        if "no CUDA-capable device" in str(error):  # also where CUDA_VISIBLE_DEVICES hides all of them
+            check_index(index, 0)
+        raise RuntimeRefusal(f"{NO_CUDA}the driver does not start ({error}); check nvidia-smi, {REMEDY}") from None
     return driver
 
 
@@ -34,7 +36,7 @@ class PycudaDevice:
     """GPU ``index`` with a context of its own and one stream."""
 
     def __init__(self, index: int = 0) -> None:
-        self._cuda = cuda = _driver()
+        self._cuda = cuda = _driver(index)
         check_index(index, cuda.Device.count())
         device = cuda.Device(index)
         major, minor = device.compute_capability()

@@ -340,18 +340,22 @@ def fake_pycuda(monkeypatch, **parts) -> None:
 
 
 def test_pycuda_without_driver_or_device(monkeypatch):
-    def broken(driver):
+    """The words of the other binding, also where the library itself sees that all devices are hidden."""
+
+    def broken(driver, why):
         def init():
-            raise driver.Error("cuInit failed: no CUDA-capable device is detected")
+            raise driver.Error(why)
 
         return init
 
-    fake_pycuda(monkeypatch, init=broken)
-    with pytest.raises(RuntimeRefusal, match=r"the driver does not start \(cuInit failed.*nvidia-smi"), open_device(binding="pycuda"):
-        pass
-    fake_pycuda(monkeypatch)
-    with pytest.raises(RuntimeRefusal, match=r"device 0 does not exist: no CUDA device is visible"), open_device(binding="pycuda"):
-        pass
+    for init, words in (
+        (lambda driver: broken(driver, "cuInit failed: unknown error"), r"the driver does not start \(cuInit failed.*nvidia-smi"),
+        (lambda driver: broken(driver, "cuInit failed: no CUDA-capable device is detected"), "device 0 .*: no CUDA device is visible"),
+        (lambda driver: lambda: None, "device 0 does not exist: no CUDA device is visible"),
+    ):
+        fake_pycuda(monkeypatch, init=init)
+        with pytest.raises(RuntimeRefusal, match=words), open_device(binding="pycuda"):
+            pass
 
 
 def test_pycuda_tells_a_missing_library_from_a_missing_package(monkeypatch):

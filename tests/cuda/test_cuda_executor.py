@@ -111,7 +111,9 @@ def test_a_driver_that_is_too_old(model):
 
 def test_too_little_memory_is_refused_with_the_sum(model):
     device = SimtDevice(free=1 << 20)
-    with pytest.raises(RuntimeRefusal, match=r"1 MiB free, \d+ MiB are needed \(weights .* caches .* attention .*smaller n_ctx"):
+    with pytest.raises(
+        RuntimeRefusal, match=r"1 MiB free, \d+ MiB are needed \(weights .* caches .* attention .*, driver 64 MiB\); use a smaller n_ctx"
+    ):
         Session(model.path, executor=on_device(device))
     assert not device.allocated
 

@@ -168,9 +168,14 @@ def test_doctor_describes_cuda(invoke, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(library_device, "describe_devices", missing)
     report = json.loads(invoke("doctor", "--json").stdout)
-    assert report["cuda"].startswith("not available (CUDA cannot be used") and not report["problems"]
+    assert (
+        report["cuda"] == "not available (its driver library libcuda is missing; install an NVIDIA driver, or run on the CPU)"
+        and not report["problems"]
+    )
     facts = [DeviceFacts("Big GPU", 90, 80 << 30, 132), DeviceFacts("Old GPU", 70, 16 << 30, 80)]
     monkeypatch.setattr(library_device, "describe_devices", lambda: ("12.8", facts))
     found = json.loads(invoke("doctor", "--json").stdout)["cuda"]
     assert "driver for CUDA 12.8; cuda:0 Big GPU, sm_90, 132 multiprocessors, 80.0 GiB (--target native,cuda:sm_90)" in found
     assert "cuda:1 Old GPU, sm_70, 80 multiprocessors, 16.0 GiB (too old for ggufc)" in found
+    monkeypatch.setattr(library_device, "describe_devices", lambda: ("12.8", []))
+    assert "no device visible (CUDA_VISIBLE_DEVICES hides devices)" in json.loads(invoke("doctor", "--json").stdout)["cuda"]
