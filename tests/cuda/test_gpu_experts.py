@@ -46,6 +46,9 @@ class Experts:
         return np.concatenate(rows)
 
 
+FURTHER = [("q2_k", 16, "none", True), ("bf16", 72, "none", False), ("f32", 40, "silu_glu", True)]
+
+
 def choices(tokens: int) -> np.ndarray:
     """Most tokens want expert 1, which takes more than one batch; nobody wants expert 3."""
     ids = np.random.default_rng(4).choice([0, 2, 4], (tokens, USED)).astype(np.int32)
@@ -53,7 +56,7 @@ def choices(tokens: int) -> np.ndarray:
     return ids
 
 
-@pytest.mark.parametrize("name", ["q4_k", "f16", "f32", "q5_0", "mxfp4"])
+@pytest.mark.parametrize("name", ["q4_k", "f16", "f32", *(pytest.param(t, marks=pytest.mark.full) for t in ("q5_0", "mxfp4"))])
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_a_few_choices(name, broadcast):
     experts = Experts(name, N, broadcast=broadcast)
@@ -66,11 +69,9 @@ def test_a_few_choices(name, broadcast):
     [
         ("q4_k", 72, "silu_glu", True),
         ("q8_0", 72, "none", False),
-        ("q2_k", 16, "none", True),
         ("f16", 40, "gelu_glu", True),
-        ("bf16", 72, "none", False),
-        ("f32", 40, "silu_glu", True),
-        ("f32", 72, "none", False),
+        ("f32", 40, "none", False),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in FURTHER),
     ],
 )
 def test_tiles_have_the_bits_of_single_choices(name, n, epilogue, broadcast):
@@ -114,6 +115,7 @@ def test_tiles_where_experts_get_several_tokens(tokens, entry):
     assert chosen.symbol.endswith(entry)
 
 
+@pytest.mark.full
 def test_counting_and_listing_need_their_barriers():
     """A test of the tester as well: a barrier or wait less is a race or an early read. Four are for what does not happen here: a second
     round of more than 256 experts (three), and sums that are followed by others at once.

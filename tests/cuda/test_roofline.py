@@ -193,6 +193,7 @@ def entries() -> dict[str, fmt.Entry]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.skipif("sm_90" not in assembler.architectures(), reason="no ptxas for sm_90; the package nvidia-cuda-nvcc has one")
 def test_the_page_shows_what_kernels_take():
     """Registers are the assembler's choice and may differ a little between its versions; the rest is what we emit."""
