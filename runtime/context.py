@@ -183,21 +183,40 @@ class Context:
             )
         self.apply_shift()
         at = 0
-        for start, n in zip(starts, counts):
-            part = batch.part(at, at + n)
-            if self.states:
-                slots = self.states.cells(part.first_seqs(), part.pos)
-                cells.insert_at(slots, part.pos, part.seqs)
-            else:
-                slots = np.arange(start, start + n, dtype=np.int32)
-                cells.insert(start, part.pos, part.seqs)
-            self._evaluate(executor, part, slots, take)
-            at += n
+        try:
+            for start, n in zip(starts, counts):
+                part = batch.part(at, at + n)
+                if self.states:
+                    slots = self.states.cells(part.first_seqs(), part.pos)
+                    cells.insert_at(slots, part.pos, part.seqs)
+                else:
+                    slots = np.arange(start, start + n, dtype=np.int32)
+                    cells.insert(start, part.pos, part.seqs)
+                self._evaluate(executor, part, slots, take)
+                at += n
+        except BaseException:
+            self._take_back(batch)
+            raise
         if self.causal:
             self.history.decoded(batch)
         else:
             self.history.clear()  # what was stored depends on the tokens that followed
         self.stats.count(len(batch), time.perf_counter() - began, prompt or not batch.is_step(self.n_seq_max))
+
+    def _take_back(self, batch: Batch) -> None:
+        """Remove what an interrupted batch (Ctrl-C) has put into its sequences: some of its cells may hold no keys yet. A sequence whose
+        states or window rows cannot go back is removed whole.
+        """
+        spans: dict[int, tuple[int, int]] = {}
+        for pos, seqs in zip(batch.pos.tolist(), batch.seqs):
+            for seq in seqs if isinstance(seqs, tuple) else (int(seqs),):
+                low, high = spans.get(seq, (pos, pos))
+                spans[seq] = min(low, pos), max(high, pos)
+        for seq, (low, high) in spans.items():
+            try:
+                self.seq_rm(seq, low, high + 1)
+            except RuntimeRefusal:
+                self.seq_rm(seq)
 
     def _evaluate(self, executor: BoundProgram, part: Batch, slots: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
         """Fill the inputs for one micro-batch inserted into the cells ``slots``, run it, hand over the wanted rows."""
