@@ -50,15 +50,21 @@ class FileSink:
         self._file = file
         self.size = 0
 
-    def put(self, data: bytes) -> None:
-        self._file.write(data)
-        self.size += len(data)
+    def put(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        self.size += len(left)
+        while len(left):
+            taken = self._file.write(left)
+            if not isinstance(self._file, io.RawIOBase):
+                return
+            # A file without a buffer may take less than it is given; one that would have to wait takes None.
+            if taken is None:
+                raise RuntimeRefusal("the file for the state takes no bytes just now; give one that waits, or one with a buffer")
+            left = left[taken:]
 
     def rows(self, part: Part, cells: np.ndarray) -> None:
         for a, b in chunks(len(cells), part.row_bytes):
-            rows = np.ascontiguousarray(part.read(cells[a:b]))
-            self._file.write(rows.data)
-            self.size += rows.nbytes
+            self.put(np.ascontiguousarray(part.read(cells[a:b])).data.cast("B"))
 
 
 @contextmanager

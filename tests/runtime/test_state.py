@@ -445,3 +445,28 @@ def test_links_and_devices_are_written_through(toy, tmp_path):
         session.state_save(tmp_path / "pipe")
         reader.join(10)
         assert read == [(tmp_path / "file").read_bytes()] and (tmp_path / "pipe").is_fifo()
+
+
+def test_files_without_a_buffer_get_all_of_it(session):
+    """They may take less than they are given, or nothing."""
+
+    class Slow(io.RawIOBase):
+        def __init__(self, most: int | None) -> None:
+            self.most, self.taken = most, bytearray()
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data) -> int | None:
+            if self.most is None:
+                return None
+            self.taken += data[: self.most]
+            return min(len(data), self.most)
+
+    s = session()
+    s.decode(TOKENS[:3])
+    file = Slow(7)
+    assert s.state_save(file) == len(file.taken)
+    assert bytes(file.taken) == blob_of(s)
+    with pytest.raises(RuntimeRefusal, match="takes no bytes just now"):
+        s.state_save(Slow(None))
