@@ -192,7 +192,8 @@ def load(
     try:
         wanted = placement.target(target)
         artifact = artifact_for(str(source), target=wanted, type_k=type_k, type_v=type_v, builder=builder, progress=progress)
-        return Session(artifact, **placement.session_options(progress), **session_options)
+        with cache.explaining(artifact):
+            return Session(artifact, **placement.session_options(progress), **session_options)
     except BaseException:
         placement.close()
         raise

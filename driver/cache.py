@@ -26,6 +26,7 @@ from ggufc.errors import DriverError
 from ggufc.files import write_text
 from ggufc.formats.abi import ABI_VERSION
 from ggufc.formats.artifact import FORMAT_VERSION
+from ggufc.formats.errors import ArtifactError, GGUFError
 from ggufc.runtime.paths import artifacts_dir, cache_dir, models_dir
 
 SUFFIX = ".ggufc"
@@ -108,6 +109,17 @@ def is_whole(artifact: Path) -> bool:
         return bool(json.loads(artifact.with_suffix(".json").read_text(encoding="utf-8"))["size"] == size)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+@contextlib.contextmanager
+def explaining(artifact: Path) -> Iterator[None]:
+    """An artifact that turns out damaged while it is opened: if it is the cache's, nothing is lost, and the error says so."""
+    try:
+        yield
+    except (ArtifactError, GGUFError) as error:
+        if artifact.parent != artifacts_dir():
+            raise
+        raise DriverError(f"{error}; it is a copy in the cache: `ggufc cache rm {artifact.name}` lets it be made anew") from error
 
 
 def fetch(source: Path, options: Mapping[str, str], build: Callable[[Path], object], waiting: Callable[[], None] = lambda: None) -> Path:

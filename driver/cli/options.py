@@ -297,6 +297,7 @@ def open_session(model: str, given: dict[str, Any], **more: Any) -> Session:
 
 
 def _open(model: str, given: dict[str, Any], target: str, more: dict[str, Any]) -> Session:
+    from ggufc import cache
     from ggufc.errors import DriverError
     from ggufc.runtime import Session
 
@@ -315,4 +316,5 @@ def _open(model: str, given: dict[str, Any], target: str, more: dict[str, Any]) 
         **{name: given[name] for name in ("compact_windows", "defrag_threshold") if name in given},
         **more,
     }
-    return Session(path, **settings)
+    with cache.explaining(path):
+        return Session(path, **settings)

@@ -16,6 +16,7 @@ from ggufc import cache
 from ggufc.cli import cli
 from ggufc.errors import DriverError
 from ggufc.files import replacing, size_words
+from ggufc.formats.errors import GGUFError
 
 OPTIONS = {"target": "native", "type_k": "f16", "type_v": "f16", "passes": ""}
 
@@ -226,3 +227,12 @@ def test_a_cache_that_takes_no_files_is_named(source: Path, tmp_path: Path, monk
     monkeypatch.setenv("GGUFC_CACHE", str(tmp_path / "file"))
     with pytest.raises(DriverError, match=r"file/artifacts takes no files .*set GGUFC_CACHE"):
         cache.fetch(source, OPTIONS, write("code"))
+
+
+def test_a_damaged_artifact_of_the_cache_says_how_to_make_it_anew(source: Path, tmp_path: Path) -> None:
+    artifact = cache.fetch(source, OPTIONS, write("code"))
+    with pytest.raises(DriverError, match=rf"string 3 is too long; .*`ggufc cache rm {artifact.name}`"), cache.explaining(artifact):
+        raise GGUFError("string 3 is too long")
+    elsewhere = tmp_path / artifact.name
+    with pytest.raises(GGUFError, match=r"^string 3 is too long$"), cache.explaining(elsewhere):
+        raise GGUFError("string 3 is too long")
