@@ -29,6 +29,8 @@ class SimtDevice:
         self.queue: list[Callable[[], None]] = []
         self.recording: list[Callable[[], None]] | None = None
         self.largest_grid = 0
+        self.entries: set[str] = set()
+        """Which kernels ran."""
 
     def free_memory(self) -> int:
         return self.free_bytes
@@ -85,6 +87,7 @@ class SimtDevice:
     def launch(self, function: tuple[Simt, str], grid: int, block: int, words: Sequence[int]) -> None:
         def start() -> None:
             self.launches += 1
+            self.entries.add(function[1])
             self.largest_grid = max(self.largest_grid, grid)
             function[0].launch(function[1], grid, block, words)
 

@@ -68,6 +68,21 @@ def test_bits_do_not_depend_on_the_batch(model):
         assert s.decode(tokens[5:], logits="all").tobytes() == whole[5:].tobytes()
 
 
+@pytest.mark.full
+def test_bits_of_experts_do_not_depend_on_the_batch(tmp_path):
+    """S65 where a long prompt takes the tile kernels of experts and routers, and its pieces the others."""
+    expert_model = compiled("qwen3moe-a", tmp_path, "cuda:sm_80")
+    tokens = np.random.default_rng(3).integers(0, 200, 24)
+    device = SimtDevice(races=False)
+    with Session(expert_model.path, n_ctx=256, executor=on_device(device)) as s:
+        whole = s.decode(tokens, logits="all")
+        used = set(device.entries)
+        s.reset()
+        parts = [s.decode(part, logits="all") for part in np.split(tokens, [9, 12, 13])]
+    assert any(name.startswith("mat_mul_id_") and name.endswith("_tile") for name in used)
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
 def test_profile(model):
     with Session(model.path, n_ctx=256, profile=True, executor=on_device(SimtDevice(races=False))) as s:
         s.decode([1, 2])
