@@ -34,7 +34,7 @@ from ggufc.codegen.weights.base import (
 )
 from ggufc.codegen.weights.codebooks import Codebook, look_up
 from ggufc.codegen.weights.codebooks_bytes import fields, signed_by_bytes, ternary_by_bytes
-from ggufc.codegen.weights.staged import HIGH_BITS, listed_classes, parity_classes, staged
+from ggufc.codegen.weights.staged import listed_classes, parity_classes, staged
 from ggufc.codegen.weights.twins import Scaled, integer_scales
 from ggufc.formats.quants import codes
 from ggufc.formats.quants.tables import grid
@@ -43,7 +43,7 @@ from ggufc.formats.quants.tables import grid
 @dataclass(frozen=True)
 class Book:
     """``columns`` per index, ``high`` bits of an index beyond eight, the magnitudes codes stand for, and ``denominator``: the scale of a
-    group is d * (2 n + 1) / denominator. Where ``high`` is ``staged.HIGH_BITS``, indices are those of two short tables."""
+    group is d * (2 n + 1) / denominator. Books of more than 256 entries of eight columns are ``staged``: ``high`` exceeds their need."""
 
     columns: int
     high: int
@@ -54,18 +54,23 @@ class Book:
 _EIGHTS = (8, 25, 43)
 BOOKS = {
     "iq2_xxs": Book(8, 0, _EIGHTS, 8),
-    "iq2_xs": Book(8, 1, _EIGHTS, 8),
-    "iq2_s": Book(8, HIGH_BITS, _EIGHTS, 8),
+    "iq2_xs": Book(8, 2, _EIGHTS, 8),
+    "iq2_s": Book(8, 4, _EIGHTS, 8),
     "iq3_xxs": Book(4, 0, (4, 12, 20, 28, 36, 44, 52, 62), 4),
     "iq3_s": Book(4, 1, (1, 3, 5, 7, 9, 11, 13, 15), 1),
-    "iq1_s": Book(8, HIGH_BITS, (-1, 0, 1), 8),
-    "iq1_m": Book(8, HIGH_BITS, (-1, 0, 1), 8),
+    "iq1_s": Book(8, 4, (-1, 0, 1), 8),
+    "iq1_m": Book(8, 4, (-1, 0, 1), 8),
 }
 
 
 _TERNARY_CLASSES = (85197125, 2139745, 4322320, 3514912, 2159392, 42600586, 20993076, 12651672)
 """Sets of eight completions (columns 1, 2 and 5) that serve all patterns of the other columns of the book of IQ1_S and IQ1_M with 495
 places of the first table. Found by simulated annealing; most sets would do worse than the 512 places there are."""
+_IQ2_XS_CLASSES = (
+    *(17825860, 2570, 20971537, 33564704, 262405, 8714, 278533, 8389130),
+    *(66625, 33554954, 68419585, 524810, 68161792, 163970, 5200, 2132096),
+)
+"""Sets of four completions (columns 5, 3 and 7), found likewise: all patterns of the book of IQ2_XS take 232 of 256 places."""
 
 
 class Grid(Scaled):
@@ -94,16 +99,17 @@ class Grid(Scaled):
 
     def _codebook(self, rows: list[list[int]]) -> tuple[Codebook, list[int]]:
         """The book, and the index of each of its rows."""
-        if self.book.high != HIGH_BITS:
+        if self.book.columns != 8 or not self.book.high:
             entries = [self._entry(row, Codebook.order) for row in rows]
             return Codebook(self.type_name, tuple(entries), self.book.high), list(range(len(rows)))
         if isinstance(self, Ternary):  # the upper byte holds columns 1, 5, 2 and 6
             order = (0, 3, 1, 2)
-            stages, index = staged([self._entry(row, order) for row in rows], listed_classes(_TERNARY_CLASSES, (0, 4, 2)), 3, fifth=0xC0)
+            classes, choice_bits, fifth = listed_classes(_TERNARY_CLASSES, (0, 4, 2)), 3, 0xC0
         else:  # columns 1, 5, 3 and 7
-            order = Codebook.order
-            stages, index = staged([self._entry(row, order) for row in rows], parity_classes((2, 4, 6)), 4, fifth=0x03)
-        return Codebook(self.type_name, tuple(stages.entries()), HIGH_BITS, order, stages), index
+            order, choice_bits, fifth = Codebook.order, self.book.high, 0x03
+            classes = listed_classes(_IQ2_XS_CLASSES, (2, 4, 6)) if self.type_name == "iq2_xs" else parity_classes((2, 4, 6))
+        stages, index = staged([self._entry(row, order) for row in rows], classes, self.book.high, choice_bits, fifth)
+        return Codebook(self.type_name, tuple(stages.entries()), self.book.high, order, stages), index
 
     def _entry(self, ranks: Sequence[int], order: Sequence[int]) -> int:
         """Four nibbles, of the columns in ``order``; with eight columns that of c + 4 lies above that of c."""
@@ -145,7 +151,7 @@ class Grid(Scaled):
 class Signed(Grid):
     """IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS and IQ3_S: magnitudes and signs.
 
-    Scales per 32 columns and single bits of indices are nibbles of one word per 256 columns, two scales per 32 are a byte.
+    Scales per 32 columns are nibbles of one word per 256 columns, two scales per 32 are a byte.
     """
 
     offset, u_max = 64, 64 + 62
@@ -153,12 +159,10 @@ class Signed(Grid):
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
         self.code_bytes = 64 * (self.index_words + 1)  # type: ignore[misc]
-        high = self.book.high * self.index_words * 4
-        self._high_field = high // 8  # bytes; four bits are a nibble of a word instead
+        self._high_field = self.book.high * self.index_words * 4 // 8  # bytes
         self.scale_bytes = ROWS * ((self.group == 16) + self._high_field)  # type: ignore[misc]
-        self._nibble_words = (self.group == 32) + (self.book.high > 0 and not self._high_field)
-        self.super_bytes = 32 + 64 * self._nibble_words  # type: ignore[misc]
-        self.dense = self._high_field == 2  # type: ignore[misc]
+        self.super_bytes = 32 + 64 * (self.group == 32)  # type: ignore[misc]
+        self.dense = self.codebook.stages is not None  # type: ignore[misc]
 
     def planes(self, raw: np.ndarray, k: int) -> Planes:
         code, scale, _, _ = codes(self.type_name, raw, k)
@@ -175,8 +179,6 @@ class Signed(Grid):
             supers.append(_nibble_word(n))
         if self._high_field:
             fields.append(self.high_bits(index).astype(np.uint8 if self._high_field == 1 else np.uint16))
-        elif self.book.high:
-            supers.append(_nibble_word(self.high_bits(index)))
         negative = pack1((code < 0).astype(np.uint8).reshape(len(raw), k // 32, 32))
         words = as_words((index & 255).astype(np.uint8))
         return Planes(np.concatenate([words, negative], axis=-1), tuple(fields), tuple(supers))
@@ -192,8 +194,6 @@ class Signed(Grid):
         if self._high_field:
             element = I8 if self._high_field == 1 else I16
             high = b.zext(load_field(e, c.scales, ROWS * (self.group == 16), element, self._high_field, c.part), ints)
-        elif self.book.high:
-            high = _nibble(e, c, 32 + 64 * (self._nibble_words - 1))
         signs = load_word(e, c, self.index_words)
         if tables.byte_permutes(e):
             words = [load_word(e, c, w) for w in range(self.index_words)]

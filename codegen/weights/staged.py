@@ -1,9 +1,9 @@
 """Codebooks of eight columns found in two short tables instead of a long one.
 
-The index has twelve bits. Most of them find, in a first table of 256 or 512 entries, the codes of five columns and bits that tell which
-completions those columns have in the book (a *class*); class and the other bits, the *choice*, find the last three columns in a second
-table. Both tables fit vector registers, where a book of 1024 entries or more does not: five columns of three values have 243 patterns, and
-a class of 8 or 16 of the 27 completions serves many of them.
+The index has ten or twelve bits. Most of them find, in a first table of 256 or 512 entries, the codes of five columns and bits that tell
+which completions those columns have in the book (a *class*); class and the other bits, the *choice*, find the last three columns in a
+second table. Both tables fit vector registers, where a book of 1024 entries or more does not: five columns of three values have 243
+patterns, and a class of 4, 8 or 16 of the 27 completions serves many of them.
 
 An entry is 16 bits, four nibbles with the codes of columns c and c + 4. The upper byte of the first table holds the class, in bits where
 codes of completions belong; the second table is combined with it by exclusive or, so it takes the class away again.
@@ -14,9 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-
-HIGH_BITS = 4
-"""Bits of an index beyond the lowest eight."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,8 @@ class Staged:
     first: tuple[int, ...]
     second: tuple[int, ...]
     choice_bits: int
+    high_bits: int
+    """Bits of an index beyond the lowest eight."""
 
     @property
     def choice_mask(self) -> int:
@@ -46,11 +45,13 @@ class Staged:
         return word ^ self.second[word >> 8 & self.class_mask | high & self.choice_mask] << 8
 
     def entries(self) -> list[int]:
-        """All 4096 entries; those that no index of the book uses are arbitrary."""
-        return [self.entry(i) for i in range(256 << HIGH_BITS)]
+        """The entries of all indices; those that no index of the book uses are arbitrary."""
+        return [self.entry(i) for i in range(256 << self.high_bits)]
 
 
-def staged(words: Sequence[int], classes: Sequence[Sequence[int]], choice_bits: int, fifth: int) -> tuple[Staged, list[int]]:
+def staged(
+    words: Sequence[int], classes: Sequence[Sequence[int]], high_bits: int, choice_bits: int, fifth: int
+) -> tuple[Staged, list[int]]:
     """The tables for a book of ``words`` (entries of 16 bits), and the index of each word.
 
     The first four columns are the lower byte, the fifth the bits ``fifth`` of the upper one. ``classes``: sets of up to
@@ -73,9 +74,9 @@ def staged(words: Sequence[int], classes: Sequence[Sequence[int]], choice_bits: 
             for i, member in enumerate(classes[c]):
                 index.setdefault(prefix | member << 8, place | i << 8)
             first.append(prefix | c << 8 + choice_bits)
-    size = 256 << HIGH_BITS - choice_bits
+    size = 256 << high_bits - choice_bits
     assert len(first) <= size, "classes must serve more patterns"
-    return Staged(tuple(first + [0] * (size - len(first))), tuple(second), choice_bits), [index[word] for word in words]
+    return Staged(tuple(first + [0] * (size - len(first))), tuple(second), choice_bits, high_bits), [index[word] for word in words]
 
 
 def _cover(wanted: set[int], classes: Sequence[Sequence[int]]) -> Sequence[int]:

@@ -15,7 +15,7 @@ def test_every_word_has_an_index_of_its_own():
     classes = parity_classes((2, 4, 6))
     assert [len(c) for c in classes] == [14, 13]
     words = [prefix | third for prefix in (0, 0b1001000110) for third in (member << 8 for member in classes[0])]
-    stages, index = staged(words, classes, 4, 0x03)
+    stages, index = staged(words, classes, 4, 4, 0x03)
     assert len(set(index)) == len(words)
     assert [stages.entry(i) for i in index] == words
     assert [stages.entries()[i] for i in index] == words
@@ -25,12 +25,12 @@ def test_every_word_has_an_index_of_its_own():
 def test_a_pattern_with_many_completions_takes_two_places():
     classes = parity_classes((2, 4, 6))
     words = [member << 8 for c in classes for member in c]
-    stages, index = staged(words, classes, 4, 0x03)
+    stages, index = staged(words, classes, 4, 4, 0x03)
     assert {i & 255 for i in index} == {0, 1}
     assert [stages.entry(i) for i in index] == words
 
 
-@pytest.mark.parametrize("name", ["iq2_s", "iq1_s", "iq1_m"])
+@pytest.mark.parametrize("name", ["iq2_xs", "iq2_s", "iq1_s", "iq1_m"])
 def test_staged_books_are_those_of_the_file(name):
     """Indices of random rows, looked up one by one, give the codes that the reference unpacking gives."""
     fmt = weight_format(name)
