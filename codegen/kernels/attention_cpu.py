@@ -10,6 +10,9 @@ rows as they lie. Per row (token, query head) and step:
     p_j = e^(s_j - m'); l_j += p_j       l keeps 16 partial sums, added by halving at the end
     acc += p_j V_j                       one fused chain over j ascending; lanes hold the value's elements
 
+Caches of block types keep codes and scales apart: keys meet queries rounded to 8 bits in sums of integers (``attention_rounded``), and the
+scales of values go into what they are weighed with (``attention_weights``).
+
 Each split starts anew and the splits of a row are merged in ascending order (``attention_rows``). So the splits of a few tokens with
 long lists can be computed by many threads (``FlashAttnSplits``), while a block of many tokens walks them one after the other, and both
 give the same bits. A list of one split needs no merging.
