@@ -71,7 +71,9 @@ class ByteProducts(Arithmetic):
         return b.add(acc, b.shl(self.dot4_signed(self.const(ty, 0), top, s), self.const(ty, 7)))
 
     def dot4_signed(self, acc: Value, a: Value, s: Value) -> Value:
-        """As ``dot4`` with both factors signed, for targets with ``signed_dot`` (NEON) and four lanes."""
+        """As ``dot4`` with both factors signed and bytes of ``s`` above -128, where ``multiplies_signed``."""
+        if not self.target.is_arm:
+            return self._dot4_signed_avx2(acc, a, s)
         if "dotprod" in self.target.features:
             return self._neon("sdot.v4i32.v16i8", acc, a, s)
         b, ints, words, bytes_ = self.b, vec(I32, 4), vec(I16, 8), vec(I8, 16)
@@ -82,6 +84,20 @@ class ByteProducts(Arithmetic):
             halves.append(b.call(pairs, [b.mul(x, y)]))
         join = self.intrinsic("llvm.aarch64.neon.addp.v4i32", ints, [ints, ints])
         return b.add(acc, b.call(join, halves))
+
+    @property
+    def multiplies_signed(self) -> bool:
+        """Whether ``dot4_signed`` is there and faster than ``dot4`` of bytes up to 255: NEON without ``usdot``, AVX2 without VNNI."""
+        return self.target.signed_dot or ("avx2" in self.target.features and self.target.lanes == 8 and not self.target.vnni)
+
+    def _dot4_signed_avx2(self, acc: Value, a: Value, s: Value) -> Value:
+        """|a| times s with the sign of a; pairs cannot saturate (2 * 128 * 127 < 32768)."""
+        b, bytes_, words, ints = self.b, vec(I8, 32), vec(I16, 16), vec(I32, 8)
+        signed, factor = b.bitcast(a, bytes_), b.bitcast(s, bytes_)
+        absolute = b.select(b.icmp_signed("<", signed, self.const(bytes_, 0)), b.neg(signed), signed)
+        turned = b.call(self.intrinsic("llvm.x86.avx2.psign.b", bytes_, [bytes_, bytes_]), [factor, signed])
+        pairs = b.call(self.intrinsic("llvm.x86.avx2.pmadd.ub.sw", words, [bytes_, bytes_]), [absolute, turned])
+        return b.add(acc, b.call(self.intrinsic("llvm.x86.avx2.pmadd.wd", ints, [words, words]), [pairs, self.const(words, 1)]))
 
     def _neon(self, name: str, acc: Value, a: Value, s: Value) -> Value:
         bytes_ = vec(I8, 16)

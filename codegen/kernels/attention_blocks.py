@@ -35,7 +35,7 @@ class BlockRows(CellRows):
     @property
     def signed(self) -> bool:
         """Whether ``quads`` are signed bytes; else ``zero`` is the code of 0."""
-        return self.e.target.signed_dot and (self.layout.bits == 8 or bool(self.layout.table))
+        return self.e.multiplies_signed and (self.layout.bits == 8 or bool(self.layout.table))
 
     @property
     def layout(self) -> cache_blocks.Block:

@@ -322,6 +322,10 @@ def test_levels_with_fused_operations_give_equal_bits(spec):
     for target in runnable_targets():
         if target.has_fma:
             case = Case(spec, target, build([spec, FlashAttnSplits(spec)], target), 14)
+            if spec.type_k == "q8_0":  # the quantiser never writes a code of -128; a file may
+                blocks = case.k_raw.view(np.int8).reshape(-1, 34)
+                blocks[:, 2:][blocks[:, 2:] == -127] = -128
+                assert (blocks[:, 2:] == -128).any()
             alone = [case.attend([token])[0] for token in tokens]
             assert (bits(np.stack(alone)) == bits(case.attend(tokens))).all()
             found.append(np.stack(alone))
