@@ -150,7 +150,7 @@ def test_kernels(check, spec):
 
 
 @emulated
-@pytest.mark.parametrize("spec", test_attention.SPECS[:3], ids=str)
+@pytest.mark.parametrize("spec", [*test_attention.SPECS[:3], test_attention.SPECS[9]], ids=str)
 def test_attention_values(spec):
     target = resolve("aarch64-dotprod")
     splits = [FlashAttnSplits(s) for s in test_attention.LONG if s == spec]
