@@ -117,6 +117,37 @@ def test_states_of_halves_go_everywhere(plain, both, mixed, n):
             np.testing.assert_allclose(target.decode(TOKENS[5:], logits="all"), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, choices", [(NAME, ["0:1", "1:3"]), (NAME, ["0-1:2"]), ("llama-fa-q8", ["0:1"])])
+def test_states_go_from_cells_with_holes_to_cells_with_holes(name, choices, tmp_path):
+    """S1, S2: F16 and Q8_0 rows of 1, half and all but one of the heads on a device: as many bytes as whole rows take and the number of
+    heads, equal rows of both parts wherever the cells are, and the logits of the run that was never saved.
+    """
+    model = compiled(name, tmp_path, "cuda:sm_80", pipeline=with_split(DEFAULT_PIPELINE, choices))
+    with session(model, 3, n_seq_max=3) as s:
+        names, divided = s.executor.caches.specs, [n for n in s.executor.caches.specs if s.executor.caches.rows(n).split]
+        assert divided and all(len(s.executor.caches.rows(n).parts) == 2 for n in divided)
+        for token in TOKENS[:5]:
+            s.decode([token], seq=0, logits="none")
+            s.decode([token + 1], seq=1, logits="none")
+        s.seq_rm(1)
+        blob = saved(s, 0)
+        source = s.cells.list_of(0).cells.copy()
+        assert np.diff(source).min() == 2, "the source has holes"
+        rows = {n: s.executor.caches.rows(n).read(source).tobytes() for n in names}
+        assert sum(map(len, rows.values())) + 4 * len(divided) < len(blob)
+        want = s.decode(TOKENS[5:], logits="all").tobytes()
+        s.seq_rm(0)
+        s.decode([7] * s.cells.size, seq=[2, 1] * (s.cells.size // 2), logits="none")
+        s.seq_rm(2)
+        assert s.state_load(blob, 0) == 5
+        cells = s.cells.list_of(0).cells
+        assert np.diff(cells).min() == 2, "the destination has holes"
+        assert {n: s.executor.caches.rows(n).read(cells).tobytes() for n in names} == rows
+        s.seq_rm(1)  # new tokens need cells side by side
+        assert s.decode(TOKENS[5:], logits="all").tobytes() == want
+
+
 def test_layers_that_are_whole_keep_their_form(plain, mixed):
     """S3: a state of undivided layers has the bytes it always had."""
     with session(plain, 0) as a, session(mixed, 0) as b:
