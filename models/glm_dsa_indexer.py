@@ -42,6 +42,10 @@ def top_k(params: IndexerParams, b: Builder) -> int:
     return int(b.step.observe("dsa_top_k")) or params.top_k
 
 
+TENSORS = ("attn_k.weight", "k_norm.weight", "k_norm.bias", "attn_q_b.weight", "proj.weight")
+"""What ``blk.<i>.indexer`` has in a file that can choose."""
+
+
 def choose(b: Builder, x: Node, q_latent: Node, layer: GlmDsaLayer, i: int) -> Node | None:
     """Stores the tokens' index keys; the mask of what is chosen [KV, T], None where everything is.
 
@@ -49,11 +53,12 @@ def choose(b: Builder, x: Node, q_latent: Node, layer: GlmDsaLayer, i: int) -> N
     that chooses always: a choice of more cells than there are is a choice of all.
     """
     p, name, step = layer.indexer, f"blk.{i}.indexer", b.step
-    if not b.has(f"{name}.attn_k.weight"):
-        raise ModelError(
-            f"the file has no tensor '{name}.attn_k.weight', which layer {i} needs to choose cells; leave builder option 'dsa' off, or "
-            "use a file with indexer tensors"
-        )
+    for part in TENSORS:
+        if not b.has(f"{name}.{part}"):
+            raise ModelError(
+                f"the file has no tensor '{name}.{part}', which layer {i} needs to choose cells; leave builder option 'dsa' off, or "
+                "use a file with indexer tensors"
+            )
     cache = _store_key(b, x, p, i)
     k = top_k(p, b)
     if step.says("KV") and not step.observe(f"KV > {k}"):

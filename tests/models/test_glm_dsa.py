@@ -304,6 +304,11 @@ def test_options_that_cannot_be_met_are_refused() -> None:
     model.build(Step())
     with pytest.raises(ModelError, match=r"no tensor 'blk\.0\.indexer\.attn_k\.weight'"):
         model.build(Step({"dsa": True}))
+    for part in glm_dsa_indexer.TENSORS:
+        file = family_file("glm-dsa")
+        del file.tensors[f"blk.0.indexer.{part}"]
+        with pytest.raises(ModelError, match=rf"no tensor 'blk\.0\.indexer\.{part}', which layer 0 needs to choose cells"):
+            load_model(file).build(Step({"dsa": True}))
     model = load_model(family_file("glm-dsa"))
     with pytest.raises(ModelError, match="needs the cache of latents"):
         model.build(Step({"dsa": True, "mla": 0}))
