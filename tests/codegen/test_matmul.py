@@ -16,7 +16,7 @@ from ggufc.codegen.kernel_build import build_image
 from ggufc.codegen.kernels.base import symbol
 from ggufc.codegen.kernels.matmul import MatMul, grid
 from harness import run, runnable_targets
-from products import CASE_IDS, CASES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
+from products import CASE_IDS, CASES, FEW_TYPES, NATIVE, kernel_name, loaded, multiply, packed, product, records, weight_rows
 from quant_golden import quant_cases
 
 GOLDEN_K = 512
@@ -44,6 +44,20 @@ def test_product_is_right_and_does_not_depend_on_the_batch(name, target):
         assert multiply(spec, target, w, x[MANY - tokens :]).tobytes() == y[MANY - tokens :].tobytes()
     order = np.random.default_rng(2).permutation(MANY)
     assert multiply(spec, target, w, x[order]).tobytes() == y[order].tobytes()
+
+
+@pytest.mark.parametrize("name", [t for t in FEW_TYPES if t != "f16"])
+def test_levels_that_fuse_multiplications_agree(name):
+    """Sums of integers are exact, so levels that look codes up in other ways, or add in other orders, give the same bits."""
+    k, n = GOLDEN_K, 40
+    w = packed(name, weight_rows(name, k, n), k)
+    x = activations(9, k)
+    spec = MatMul(name, k, n, "none", False, "T")
+    want = multiply(spec, NATIVE, w, x)
+    for target in runnable_targets():
+        if target.has_fma:
+            assert multiply(spec, target, w, x).tobytes() == want.tobytes()
+            assert multiply(spec, target, w, x[:1]).tobytes() == want[:1].tobytes()
 
 
 @pytest.mark.parametrize("name", sorted(quant_cases()))
