@@ -12,8 +12,8 @@ import pytest
 from ggufc.formats.ggml_types import row_bytes
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.kvcells import KVCells
-from ggufc.runtime.rows import SplitBuffers
 from ggufc.runtime.session import Session
+from split_buffers import SplitBuffers
 from test_head_split import loaded, saved
 
 pytest_plugins = ("runtime_fixtures",)
