@@ -39,13 +39,17 @@ class DeviceWeights:
         total, done = sum(data.size for _, data in wanted), 0
         for name, data in wanted:
             address = self._device.alloc(data.size)
+            try:
+                for at in range(0, data.size, _UPLOAD_CHUNK):
+                    part = data[at : at + _UPLOAD_CHUNK]
+                    self._device.upload(address + at, part)
+                    done += part.size
+                    if progress:
+                        progress(done, total)
+            except BaseException:  # also an interruption: others may share what is here, so it must be whole
+                self._device.free(address)
+                raise
             self.places[name] = (address, data.size)
-            for at in range(0, data.size, _UPLOAD_CHUNK):
-                part = data[at : at + _UPLOAD_CHUNK]
-                self._device.upload(address + at, part)
-                done += part.size
-                if progress:
-                    progress(done, total)
 
     def release(self) -> None:
         """One use less; the last one frees the memory."""

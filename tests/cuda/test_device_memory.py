@@ -16,6 +16,7 @@ from ggufc.runtime.cuda import CudaExecutor, on_device
 from ggufc.runtime.cuda.caches import DeviceCaches
 from ggufc.runtime.cuda.pool import CHUNK, Pool
 from ggufc.runtime.cuda.recordings import KEPT, Recordings
+from ggufc.runtime.cuda.weights import hold
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
 from ggufc.runtime.sizes import Sizes
@@ -90,6 +91,34 @@ def test_sessions_of_one_artifact_share_its_weights(model):
         want = first.decode(TOKENS, logits="all")
         first.close()
         assert second.decode(TOKENS, logits="all").tobytes() == want.tobytes()
+    assert not device.allocated
+
+
+def test_an_interrupted_upload_leaves_nothing_half_there(model):
+    """A second session that shares the weights brings the rest itself."""
+    device, uploads = SimtDevice(races=False), []
+
+    def upload(address: int, data: np.ndarray) -> None:
+        uploads.append(address)
+        if len(uploads) == 4:
+            raise KeyboardInterrupt
+        SimtDevice.upload(device, address, data)
+
+    with Artifact.open(model.path) as artifact:
+        weights, names = hold(device, artifact), [name for name in artifact.file.tensors if name.startswith("blk.")]
+        device.upload = upload
+        with pytest.raises(KeyboardInterrupt):
+            weights.upload(artifact, names)
+        assert len(weights.places) == 3 and len(device.allocated) == 3
+        device.upload = types.MethodType(SimtDevice.upload, device)
+        assert hold(device, artifact) is weights
+        weights.upload(artifact, names)
+        assert not weights.missing(names)
+        for name, (address, size) in weights.places.items():
+            device.download(address, there := np.empty(size, np.uint8))
+            assert there.tobytes() == artifact.file.data(name).tobytes()
+        weights.release()
+        weights.release()
     assert not device.allocated
 
 
