@@ -25,6 +25,7 @@ from ggufc.ir import Graph, print_graph
 from ggufc.models.caches import CacheInfo
 from ggufc.runtime import Artifact
 from ggufc.runtime.executor import Executor
+from ggufc.runtime.sizes import Sizes
 
 Arguments = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray], Mapping[str, np.ndarray], Mapping[str, int]]
 """Weights (f32 or i32), inputs, caches (rows of numbers, or of bytes where quantised) and symbols, as ``ggufc.ir.interpret`` takes them."""
@@ -57,7 +58,7 @@ def compile_graphs(graphs: Mapping[str, Graph], weights: Mapping[str, np.ndarray
 def run(artifact: Path, program: str, arguments: Arguments, n_threads: int = 1) -> dict[str, np.ndarray]:
     """The outputs of one micro-batch, numpy order; weights are the artifact's own. Cells beyond those given hold NaN."""
     _, inputs, caches, env = arguments
-    with Artifact.open(artifact) as opened, Executor(opened, program, n_threads, n_ctx=256, n_ubatch=16) as executor:
+    with Artifact.open(artifact) as opened, Executor(opened, program, Sizes(n_ctx=256, n_ubatch=16, n_threads=n_threads)) as executor:
         for name, rows in caches.items():
             dtype = executor.buffers.specs[name].dtype
             raw = rows if rows.dtype == np.uint8 else quantize(dtype, rows)

@@ -23,7 +23,9 @@ from passes_graphs import evaluate
 from support import golden_cases
 
 BASELINE = Path(__file__).with_name("fusion_counts.json")
-CASES = golden_cases("llama-", "gemma3-")
+CASES = golden_cases(
+    "llama-", "gemma2-", "gemma3-", "deepseek2-", "glm4moe-a", "gpt-oss-", "phi3-", "qwen2-", "qwen3-", "qwen3moe-", "smollm3-"
+)
 
 
 def build(folder: Path, **options: str) -> tuple[Model, GGUFFile, Graph]:
