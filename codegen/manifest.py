@@ -85,7 +85,7 @@ def make_manifest(
         options={
             "target": options.target,
             "pipeline": options.pipeline or "default",
-            **{f"builder.{name}": repr(value) for name, value in options.builder.items()},
+            **{f"builder.{name}": repr(value) for name, value in options.effective().items()},
             **({"keep": options.keep} if options.keep else {}),
         },
     )

@@ -25,7 +25,18 @@ class CompileOptions(msgspec.Struct, frozen=True):
 
     def for_builder(self) -> dict[str, int | bool | str]:
         """Everything the model's builder is told."""
-        return {"type_k": self.type_k, "type_v": self.type_v, **self.builder}
+        return {"type_k": self.type_k, "type_v": self.type_v, **self.effective()}
+
+    def effective(self) -> dict[str, int | bool | str]:
+        """``builder`` without what cannot take effect: nothing is chosen for attention whose heads are divided, which is dense."""
+        return self.builder | {"dsa": False} if self._drops_dsa() else self.builder
+
+    def notes(self) -> list[str]:
+        """A sentence for each option that ``effective`` left out."""
+        return ["dsa is off: caches are divided by heads (split-heads), and divided attention is dense"] if self._drops_dsa() else []
+
+    def _drops_dsa(self) -> bool:
+        return bool(self.builder.get("dsa")) and "split-heads" in (self.pipeline or "")
 
 
 class CompileReport(msgspec.Struct, frozen=True):

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.passes import DEFAULT_PIPELINE
+from ggufc.passes.split_heads import with_split
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
 from support import golden_cases
@@ -242,3 +244,18 @@ def test_attention_reads_as_much_from_a_long_cache_as_from_a_short_one(opened: O
     assert many == 4 * few > 0
     (short, long), scoring = reads("dense")
     assert long == 4 * short == 5 * 32768 * 48 * 2 and scoring == [0, 0]
+
+
+def test_where_heads_are_divided_nothing_is_chosen(tmp_path: Path) -> None:  # S148
+    """Exactly one note, and the logits of dense attention to the bit; decompressed latents have heads that can be divided."""
+    divided = with_split(DEFAULT_PIPELINE, ["0-4:2"])
+    logits = {}
+    for kind, pipeline, builder in (("dense", None, {}), ("divided", divided, {}), ("asked for", divided, SPARSE)):
+        path = tmp_path / f"{kind}.ggufc"
+        report = compile_file(CASE / "model.gguf", path, CompileOptions(jobs=1, pipeline=pipeline, builder={"mla": 0} | builder))
+        assert len(report.notes) == (kind == "asked for"), report.notes
+        with Session(path, n_ctx=256, n_threads=1) as s:
+            assert not any("indexer" in cache.name for cache in s.artifact.manifest.caches)
+            logits[kind] = s.decode(list(range(20, 60)), logits="all")
+    assert report.notes == ["dsa is off: caches are divided by heads (split-heads), and divided attention is dense"]
+    assert np.array_equal(logits["dense"], logits["divided"]) and np.array_equal(logits["divided"], logits["asked for"])
