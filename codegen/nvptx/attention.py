@@ -32,8 +32,11 @@ _HEADS = 8
 _TOKENS, _ROWS = 8, 24
 """Most tokens and rows of a block of several tokens: a thread holds a sum for each row, as many as leave no spills."""
 _SHARED_BYTES = 48 << 10
-_RESIDENT = 384
-"""Threads of ``_rows`` a multiprocessor should hold: sums of many rows need registers, and many chains hide latencies by themselves."""
+_RESIDENT = 512, 384
+"""Threads of ``_split`` and ``_rows`` a multiprocessor should hold: sums of many rows need registers, and many chains hide latencies by
+themselves."""
+_RESIDENT_BLOCKS = 384, 256
+"""The same where rows are stored in blocks of 32: a block being unpacked needs registers, too."""
 _WARPS = SPLIT // WARP
 _CHUNK = 4
 """Entries whose probabilities a thread loads at once."""
@@ -50,12 +53,14 @@ def flash_attn(spec: FlashAttn) -> Form:
     units = spec.n_head // head_block(spec)
     splits = fmt.Factor("R", SPLIT, 1)
     # The grid of a slice of tokens: the runtime passes the slice's tokens as T.
-    few = Entry(name + "_split", SPLIT, lambda e: _splits(spec, e, 1), group=SPLIT, grid=(fmt.Factor("T", 1, units), splits))
+    few_resident, resident = _RESIDENT if {spec.type_k, spec.type_v} <= {"f32", "f16", "bf16"} else _RESIDENT_BLOCKS
+    grid = (fmt.Factor("T", 1, units), splits)
+    few = Entry(name + "_split", SPLIT, lambda e: _splits(spec, e, 1), group=SPLIT, grid=grid, resident=few_resident)
     entries = [few]
     if several > 1:
         grid = (fmt.Factor("T", several, units), splits)
         body = lambda e: _splits(spec, e, several)  # noqa: E731
-        many = Entry(name + "_rows", SPLIT, body, group=SPLIT, grid=grid, sym="T", low=several, resident=_RESIDENT)
+        many = Entry(name + "_rows", SPLIT, body, group=SPLIT, grid=grid, sym="T", low=several, resident=resident)
         entries = [replace(few, sym="T", high=several - 1), many]
     block = min(256, max(32, power_of_two(spec.dv)))
     merge = Entry(name + "_merge", block, lambda e: _merge(spec, e), group=block, grid=(fmt.Factor("T", 1, spec.n_head),))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 
 import pytest
 
+from ggufc.codegen import frontend
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import FlashAttn, FlashAttnSplits
 from ggufc.codegen.kernels.cache import StoreRows
@@ -30,9 +32,12 @@ from ggufc.codegen.kernels.sums import SumRowsExt
 from ggufc.codegen.nvptx import PTX_VERSIONS, assembler, describe, emit_all, emit_ptx, resolve, split
 from ggufc.codegen.nvptx.forms import FORMS
 from ggufc.codegen.nvptx.occupancy import occupancy
+from ggufc.codegen.options import CompileOptions
 from ggufc.codegen.weights import known_formats
 from ggufc.ir.dims import Dim
+from ggufc.runtime.logits import graph_options
 from products import kernel_name
+from support import golden_cases
 
 SPILLED_BYTES = 32
 """Per thread: what calls of 64-bit division may save, and tanh of many rows of attention."""
@@ -65,6 +70,8 @@ CATALOGUE = [
     StoreRows(1024, "q4_0"),
     FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088),
     FlashAttn(64, 64, 64, 8, "q8_0", "q4_1", 0.125, softcap=30.0, sinks=True),
+    FlashAttn(64, 64, 9, 3, "q8_0", "q8_0", 0.125),
+    FlashAttn(128, 128, 32, 8, "q8_0", "q4_0", 0.088),
     FlashAttn(576, 512, 16, 1, "f16", "f16", 0.1, shared=True),
     FlashAttn(256, 256, 4, 1, "f16", "f16", 0.06, softcap=50.0),
     FlashAttnSplits(FlashAttn(128, 128, 32, 8, "f16", "f16", 0.088)),
@@ -136,6 +143,25 @@ def test_every_weight_type_assembles(sm):
     products = [MatMul(t, 4096, 4096, "silu_glu", False, "T") for t in types]
     experts = [MatMulId(t, 2048, 768, 256, 8, True, epilogue="silu_glu") for t in types]
     check([*products, *experts, *[GetRows(t, 4096) for t in types]], sm)
+
+
+FAMILIES = ("llama-gqa-tied", "llama-fa-q8", "gemma3-7", "qwen3moe-a", "deepseek2-v3-mla3", "glm-dsa-topk8")
+
+
+@needs_ptxas
+@pytest.mark.full
+@pytest.mark.parametrize("folder", [case for case in golden_cases(*FAMILIES) if case.name in FAMILIES], ids=lambda case: case.name)
+def test_every_kernel_of_the_families_assembles(folder):
+    """What their graphs are lowered to, for every architecture."""
+    case = json.loads((folder / "case.json").read_text())["options"]
+    types = {key: case[key] for key in ("type_k", "type_v") if key in case}
+    options = CompileOptions(builder=graph_options(case), **types)
+    with frontend.open_model(folder / "model.gguf") as (_, model):
+        found = frontend.compile_graphs(model, options)
+    specs = list(dict.fromkeys(spec for one in found for spec in one.schedule.kernels()))
+    assert len(specs) > 8
+    for sm in PTX_VERSIONS:
+        check(specs, sm)
 
 
 def test_the_catalogue_has_every_form():
