@@ -16,6 +16,7 @@ from ggufc.codegen.compile import CompileOptions, compile_file
 from ggufc.passes import DEFAULT_PIPELINE
 from ggufc.passes.split_heads import with_split
 from ggufc.runtime.errors import RuntimeRefusal
+from ggufc.runtime.perplexity import perplexity
 from ggufc.runtime.session import Session
 from support import golden_cases
 
@@ -107,6 +108,18 @@ def test_packed_sequences_have_the_bits_of_each_alone(opened: Open) -> None:  # 
         rows = s.decode([mine[seq][p] for p, seq in order], pos=[p for p, _ in order], seq=[seq for _, seq in order], logits="all")
         for seq in range(4):
             assert np.array_equal(rows[[i for i, (_, q) in enumerate(order) if q == seq]], alone[seq])
+
+
+def test_perplexity_is_the_same_of_one_chunk_and_of_four_at_once(opened: Open) -> None:  # S142
+    """Chunk for chunk, and to the bit; chunks are far longer than what the indexer keeps, and their number is no multiple of four."""
+    seen: dict[int, list[float]] = {1: [], 4: []}
+    for n_seq, values in seen.items():
+        with opened(n_seq_max=n_seq, n_ubatch=32) as s:
+            whole = perplexity(s, tokens(6 * 40 + 3, 7), n_ctx=40, on_chunk=lambda _, n, p, to=values: to.append(p.value))
+            assert whole.n_chunks == 6 and whole.value == values[-1]
+    assert seen[4] == seen[1] and len(set(seen[1])) == 6
+    with opened("dense", n_seq_max=1) as s:
+        assert abs(perplexity(s, tokens(6 * 40 + 3, 7), n_ctx=40).value / seen[1][-1] - 1) > 1e-3
 
 
 def test_dropped_positions_move_the_sink(opened: Open) -> None:  # S143

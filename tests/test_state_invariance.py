@@ -127,6 +127,44 @@ def test_saved_states_go_on_with_the_same_bits(artifact, reference):  # S8
         assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
 
 
+def test_a_partial_state_needs_the_sequence_it_was_cut_from(artifact, reference):  # S105
+    """It holds no rows of cells: a sequence that ends before its position, or holds other tokens, refuses it and goes on as before."""
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    tokens, cut = tokens_of(artifact), 70
+    with session(artifact, n_ubatch=16) as s:
+        s.decode(tokens[:cut])
+        part = saved(s, 0, partial=True)
+        assert s.state_load(part, 0, partial=True) == cut
+        assert np.array_equal(s.decode(tokens[cut : cut + 5], logits="all"), reference[cut : cut + 5])
+        s.seq_rm(0)
+        with pytest.raises(RuntimeRefusal, match=f"ends at position {cut - 1} after {cut} cells, sequence 0 has 0 cells"):
+            s.state_load(part, 0, partial=True)
+        s.decode(tokens[: cut - 1])
+        with pytest.raises(RuntimeRefusal, match=f"ends at position {cut - 1} after {cut} cells, sequence 0 has {cut - 1} cells"):
+            s.state_load(part, 0, partial=True)
+        assert np.array_equal(s.decode(tokens[cut - 1 :], logits="all"), reference[cut - 1 :])
+        s.seq_rm(0)
+        s.decode([tokens[1], *tokens[1:cut]])
+        with pytest.raises(RuntimeRefusal, match="saved after other tokens"):
+            s.state_load(part, 0, partial=True)
+        assert s.pos_max(0) == cut - 1
+
+
+def test_a_token_then_single_steps_reuse_the_graph(artifact, reference):  # S109, S110
+    """From a prompt of one token on, more than nine steps of ten run on a kept graph, and reuse changes no bit."""
+    tokens, n = tokens_of(artifact), 61
+    for reuse in (True, False):
+        with session(artifact, n_threads=1, graph_reuse=reuse) as s:
+            first = s.decode(tokens[:1], logits="all")
+            hits, misses = s.stats.reuse_hits, s.stats.reuse_misses
+            rows = one_by_one(s, tokens[1:n])
+            hits, misses = s.stats.reuse_hits - hits, s.stats.reuse_misses - misses
+        assert hits + misses == n - 1 if reuse else hits == 0
+        assert not reuse or hits > 0.9 * (n - 1)
+        assert np.array_equal(np.concatenate([first, rows]).view(np.uint32), reference[:n].view(np.uint32))
+
+
 def test_cleared_and_removed_sequences_start_anew(artifact, reference):  # S44
     tokens = tokens_of(artifact)
     with session(artifact, n_ubatch=32) as s:
@@ -146,26 +184,30 @@ def test_the_prefix_kept_is_one_the_state_can_go_on_from(artifact, reference):
         assert np.array_equal(s.decode(tokens[kept:110], logits="all"), reference[kept:110])
 
 
-def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, reference):  # S54
+def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, reference):  # S54, S106
+    """After each refusal the sequence goes on as if nothing had been asked."""
     from ggufc.runtime.errors import RuntimeRefusal
 
     tokens = tokens_of(artifact)
     with session(artifact, n_ubatch=32) as s:
-        s.decode(tokens[:100])
+        at = 100
+        s.decode(tokens[:at])
         calls = {
             "cannot be copied": lambda: s.seq_cp(0, 1) if s.n_seq_max > 1 else s.states.refuse_copy(),
             "positions cannot be moved": lambda: s.seq_add(0, 0, -1, 3),
             "cannot be moved": s.shift_context,
             "from the middle": lambda: s.seq_rm(0, 3, 5),
-            "position 100 of sequence 0 is next": lambda: s.decode([5], [140]),
+            r"position \d+ of sequence 0 is next": lambda: s.decode([5], [148]),
             "no room for position": lambda: s.decode([5] * (768 // s.n_seq_max - 99)),
         }
         for message, call in calls.items():
             with pytest.raises(RuntimeRefusal, match=message):
                 call()
+            assert np.array_equal(s.decode(tokens[at : at + 3], logits="all"), reference[at : at + 3])
+            at += 3
         with pytest.warns(RuntimeWarning, match="stays fragmented"):
             s.defrag()
-        assert np.array_equal(s.decode(tokens[100:], logits="all"), reference[100:])
+        assert np.array_equal(s.decode(tokens[at:], logits="all"), reference[at:])
 
 
 def test_openpangu_keeps_one_sequence_and_no_whole_context(artifact):

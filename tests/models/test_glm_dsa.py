@@ -37,6 +37,7 @@ class Play:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, folder: Path = TOPK8, **options: Any) -> None:
         self.chosen: list[dict[str, np.ndarray]] = []
+        self.scores: dict[str, np.ndarray] = {}
         with GGUFFile.open(folder / "model.gguf") as file:
             base = {"n_ctx": 128, "n_ubatch": 64, "n_seq_max": 4} | SPARSE
             self.rt = Runtime(load_model(file), file.data, base | options, sized=False)
@@ -48,6 +49,8 @@ class Play:
         def trace(node: Node, value: Any) -> None:
             if node.op.name == "top_k" and ".indexer." in node.name:
                 found[node.name] = np.array(value)
+            if node.name.endswith(".indexer.scores"):
+                self.scores[node.name] = np.array(value)
 
         self.chosen.append(found)
         return interpret(graph, *args, **(kwargs | {"trace": trace}))
@@ -116,6 +119,9 @@ def test_the_transform_changes_no_choice(play: Callable[..., Play], monkeypatch:
     assert not without.rt.graphs[0][1].find("hadamard")
     for layer in (0, 1, 2):
         assert without.positions(layer) == with_transform.positions(layer)
+    assert len(with_transform.scores) == 3
+    for name, scores in with_transform.scores.items():
+        np.testing.assert_allclose(without.scores[name], scores, rtol=1e-2, atol=1e-2 * np.abs(scores).mean())
 
 
 def test_the_first_cell_of_each_sequence_is_always_chosen(play: Callable[..., Play]) -> None:  # S142

@@ -12,6 +12,7 @@ import pytest
 import sparse_runner
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import Graph, Node, interpret, verify
+from ggufc.ir.dims import evaluate
 from ggufc.models import (
     Model,
     ModelError,
@@ -174,14 +175,15 @@ def test_windowed_reads_equal_full_ones_and_their_view_stays_constant(monkeypatc
         views.append((out["WV"], out["KV"]))
         return out
 
-    batches = [90, *[1] * 10]
-    full, _ = logits(SWA, batches, sized=False)
+    batches = [90, *[1] * 200]
+    full, _ = logits(SWA, batches, sized=False, n_ctx=512)
     monkeypatch.setattr(sparse_runner.Batch, "sizes", recorded)
-    viewed, rt = logits(SWA, batches)
+    viewed, rt = logits(SWA, batches, n_ctx=512)
     assert np.abs(full - viewed).max() < 1e-5
     windowed = [n for _, g in rt.graphs for n in g.find("kq_mask") if n.attrs["first"] != 0]
     assert windowed
-    assert set(views[1:]) == {(64, 96), (64, 128)} and rt.builds == 2
+    assert len(views) == 201 and {kv for _, kv in views[1:]} == set(range(96, 321, 32))
+    assert {width for width, _ in views[1:]} == {64} and rt.builds == 2
 
 
 @pytest.mark.parametrize("n", [1, 5, 14, 15])
@@ -232,14 +234,18 @@ GRID_KV = (256, 1024, 4096, 32768, 65536)
 
 
 @pytest.mark.parametrize("folder", [SWA, *LONG], ids=lambda case: case.name)
-def test_node_estimates_bound_the_grid(folder: Path) -> None:  # S102
-    model = model_of(folder)
+def test_node_estimates_and_gathers_are_bounded_over_the_grid(folder: Path) -> None:  # S101, S102
+    model, gathers = model_of(folder), []
     for tokens in GRID_T:
         for kv in GRID_KV:
             step = Step(sizes={"T": tokens, "KV": kv, "WV": min(kv, 32 * ((128 + tokens) // 32))})
             graph = model.build(step)
             estimate = model.node_estimate(Step(sizes={"T": tokens, "KV": kv, "WV": min(kv, 32 * ((128 + tokens) // 32))}))
             assert len(graph.nodes) <= estimate <= 4 * len(graph.nodes) + 65536
+            found = [n for n in graph.find("get_rows") if n.name.endswith(".k.gathered")]
+            gathers += [(tokens, evaluate(n.type.ne[1], {"T": tokens})) for n in found]
+    assert all(rows <= openpangu_plan.GATHER_ROWS for _, rows in gathers)
+    assert {1, 14} <= {tokens for tokens, _ in gathers} and (folder == SWA or max(gathers)[0] == 2048)
 
 
 @pytest.mark.parametrize("options", [{}, {"swa_compress": True}, {"type_k": "f32", "idx_type_k": "bf16"}])
@@ -258,7 +264,8 @@ def test_graphs_are_valid_and_declare_what_the_model_lists(options: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("option", "dtype"), [("type_k", "bf16"), ("type_k", "q4_0"), ("type_v", "bf16"), ("type_v", "q8_0"), ("idx_type_k", "q4_1")]
+    ("option", "dtype"),
+    [("type_k", "bf16"), ("type_k", "q4_0"), ("type_k", "q4_1"), ("type_v", "bf16"), ("type_v", "q8_0"), ("idx_type_k", "q4_1")],
 )
 def test_cache_types_the_family_lacks_are_refused(option: str, dtype: str) -> None:  # S94, S103
     model = model_of(SWA)
@@ -288,6 +295,17 @@ def test_a_missing_tensor_is_named(name: str) -> None:  # S83
         load_model(Edited(file, without=name))
 
 
+def test_tensors_the_family_does_not_use_are_skipped_silently(recwarn: pytest.WarningsRecorder) -> None:  # S83
+    with GGUFFile.open(SWA / "model.gguf") as file:
+        plain, more = load_model(file), Edited(file)
+        for name in ("blk.0.attn_k.weight", "blk.0.attn_indexer_k.weight", "blk.9.attn_norm.weight", "rope_freqs.weight"):
+            assert name not in more.tensors
+            more.tensors[name] = file.tensors["output_norm.weight"]
+        model = load_model(more)
+    assert set(model.weights) == set(plain.weights)
+    assert str(model.build()) == str(plain.build()) and not recwarn.list
+
+
 KEYS = {
     "window of two kinds": ({"sliding_window_list": [8, 9, 8]}, "must be equal"),
     "layer that does not exist": ({"swa_layers": [0, 1, 9]}, "names layer 9"),
@@ -314,6 +332,23 @@ def test_a_broken_schedule_means_dense_layers(keys: dict[str, Any]) -> None:  # 
         graph = load_model(Edited(file, {f"openpangu.{k}": v for k, v in keys.items()})).build()
     assert not any("indexer" in n.name for n in graph.nodes)
     assert {n.attrs["window"] for n in graph.inputs()} == {0}
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "any-size"])
+def test_up_to_a_window_of_tokens_has_the_bits_of_dense_layers(sized: bool) -> None:  # S96
+    """The model's window is 8 and its indexer keeps 10 rows: eight tokens see all there is, the ninth misses one in windowed layers."""
+    options = {"n_ctx": 64, "type_k": "f32", "idx_type_k": "f32"}
+    found = []
+    for keys in ({}, {"openpangu.swa_layers": None}):
+        with GGUFFile.open(SWA / "model.gguf") as file:
+            rt = Runtime(load_model(Edited(file, keys)), file.data, options, sized=sized)
+            tokens = tokens_of(SWA, 12)
+            parts = [rt.decode(tokens[a:b], list(range(a, b)), [0] * (b - a)) for a, b in ((0, 5), (5, 6), (6, 8), (8, 12))]
+            found.append(np.concatenate(parts).view(np.uint32))
+            assert any("indexer.top_k" in n.name for n in rt.graphs[0][1].nodes) != bool(keys)
+    scheduled, dense = found
+    assert np.array_equal(scheduled[:8], dense[:8])
+    assert (scheduled[8:] != dense[8:]).any(axis=1).all()
 
 
 def test_selection_begins_when_more_rows_are_visible_than_kept() -> None:  # S96
