@@ -166,6 +166,7 @@ def test_a_sequence_starts_afresh_at_position_zero_on_the_same_graph() -> None: 
     assert zero and not any(row.any() for row in zero.values())
 
 
+@pytest.mark.slow
 def test_windowed_reads_equal_full_ones_and_their_view_stays_constant(monkeypatch: pytest.MonkeyPatch) -> None:  # S98, S111
     views: list[tuple[int, int]] = []
     sizes = sparse_runner.Batch.sizes
