@@ -83,7 +83,7 @@ def _concat(low: Lowering, node: Node) -> None:
         at, source = strided(low, operand)
         ne = operand.type.ne4
         target = Strided(node.dtype, ne, nb, 0 if isinstance(start, int) else start)
-        where = out.at(4 * start) if isinstance(start, int) else out
+        where = out.at(item_bytes(node) * start) if isinstance(start, int) else out
         launch(low, elementwise.Copy(source, target), (at, where), (1,), node)
         start = start + nb[dim] * ne[dim]
 

@@ -77,6 +77,26 @@ def test_inputs_are_those_of_the_loops(rounds):  # S44 S52
                 assert input_values(spec, {"T": len(batch)} | sizes) == len(want)
 
 
+@pytest.mark.parametrize("size", [1, 63, 500])
+def test_a_token_sees_the_blocks_of_128_that_end_with_it_or_before(size):  # S42
+    """From the filled inputs of a step: (p+1) div 128 entries of its own sequence at position p, in order, and no other."""
+    states, cells = SequenceStates(COMPRESSED, N_CELLS, N_SEQ), KVCells(N_CELLS, N_SEQ, 256)
+    length, seen = 500, {0: [], 2: []}
+    for at in range(0, length, size):
+        n = min(size, length - at)
+        batch = batch_of(cells, dict.fromkeys(seen, n), [0, 2] * n)
+        cells.insert_at(states.cells(batch.seqs, batch.pos), batch.pos, batch.seqs)
+        step = states.step(batch)
+        rows = step.values("entry_cells", 128)
+        for seq, pos, (base, lo, hi) in zip(batch.seqs.tolist(), batch.pos.tolist(), step.values("entry_visible", 128).reshape(-1, 3)):
+            first = states.part(COMPRESSED[2], seq)[0]
+            assert rows[base + lo : base + hi].tolist() == list(range(first, first + hi - lo))
+            seen[seq].append((pos, int(hi - lo)))
+    for visible in seen.values():
+        assert visible == [(p, (p + 1) // 128) for p in range(length)]
+        assert dict(visible)[126] == 0 and dict(visible)[127] == dict(visible)[254] == 1 and dict(visible)[255] == 2
+
+
 def test_a_state_row_is_read_from_position_1_on():
     states, cells = SequenceStates(ROWS, 256, 1), KVCells(256, 1, 256)
     for first, want in ((0, 1), (3, 0)):
