@@ -15,7 +15,6 @@ from ggufc.ir import Graph, Node, interpret, verify
 from ggufc.ir.dims import evaluate
 from ggufc.models import (
     Model,
-    ModelError,
     Step,
     conv,
     hyper_connections,
@@ -262,129 +261,6 @@ def test_graphs_are_valid_and_declare_what_the_model_lists(options: dict[str, An
     assert latent is not None and rows["blk.0.k"] == (options.get("type_k", "f16"), latent.rank + latent.n_rot)
     assert [name for name in rows if "indexer" in name] == ["blk.2.indexer_k"]
     assert rows["blk.2.indexer_k"][0] == options.get("idx_type_k", "f16")
-
-
-@pytest.mark.parametrize(
-    ("option", "dtype"),
-    [("type_k", "bf16"), ("type_k", "q4_0"), ("type_k", "q4_1"), ("type_v", "bf16"), ("type_v", "q8_0"), ("idx_type_k", "q4_1")],
-)
-def test_cache_types_the_family_lacks_are_refused(option: str, dtype: str) -> None:  # S94, S103
-    model = model_of(SWA)
-    for use in (model.caches, lambda options: model.build(Step(options))):
-        with pytest.raises(ModelError, match=option):
-            use({option: dtype})
-
-
-def test_latents_that_are_no_whole_blocks_refuse_q8_0() -> None:  # S95
-    with pytest.raises(ModelError, match="type_k"):
-        model_of(SWA).build(Step({"type_k": "q8_0"}))
-
-
-Q8 = [case for case in golden_cases("openpangu-q8") if case.name == "openpangu-q8"]
-FIRST, OWN = "blk.0.attn_indexer", "blk.1.attn_indexer"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", Q8, ids=lambda case: case.name)
-def test_quantised_latents_cost_half_the_bytes_and_choose_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # S95
-    """2048 tokens. The schedule is changed so that the first layer has the indexer: what it chooses from was not yet read from quantised
-    rows. All experts are used, for a router's near ties would turn roundings into other experts. Errors are norms relative to the logits',
-    of all tokens and of the last; single tokens of a model this narrow reach 2.4e-2."""
-    tokens = np.random.default_rng(3).integers(3, 300, 2048).tolist()
-    found, choices, sizes = {}, {}, {}
-    for dtype in ("f16", "q8_0"):
-        chosen: list[np.ndarray] = []
-
-        def trace(node: Node, value: Any, to: list[np.ndarray] = chosen) -> None:
-            if node.name == "blk.0.indexer.top_k":
-                to.append(np.sort(value, axis=1))
-
-        monkeypatch.setattr(sparse_runner, "interpret", lambda *a, seen=trace, **k: interpret(*a, **(k | {"trace": seen})))
-        with GGUFFile.open(folder / "model.gguf") as file:
-            edited = Edited(file, {"openpangu.swa_layers": [1, 2], "openpangu.expert_used_count": 6})
-            edited.tensors |= {n.replace(OWN, FIRST): t for n, t in file.tensors.items() if n.startswith(OWN)}
-            options = {"n_ctx": 2048, "n_ubatch": 256, "type_k": dtype}
-            rt = Runtime(load_model(edited), lambda name, data=file.data: data(name.replace(FIRST, OWN)), options)
-            found[dtype] = rt.decode(tokens, list(range(2048)), [0] * 2048)
-        choices[dtype] = np.concatenate(chosen)
-        sizes[dtype] = [rt.rows(f"blk.{i}.k").nbytes for i in range(3)]
-    assert [64 * n for n in sizes["q8_0"]] == [34 * n for n in sizes["f16"]]
-    assert choices["f16"].shape == (2048, 10) and np.array_equal(choices["f16"], choices["q8_0"])
-    for part in (slice(None), slice(-1, None)):
-        error = np.linalg.norm(found["q8_0"][part] - found["f16"][part]) / np.linalg.norm(found["f16"][part])
-        assert 1e-4 < error < 2e-2
-
-
-class Edited:
-    """A model file with other keys or fewer tensors."""
-
-    def __init__(self, file: GGUFFile, keys: dict[str, Any] | None = None, without: str = "") -> None:
-        self.metadata = {k: v for k, v in (dict(file.metadata) | (keys or {})).items() if v is not None}
-        self.tensors = {name: t for name, t in file.tensors.items() if name != without}
-
-
-@pytest.mark.parametrize(
-    "name", ["merge_mhc_phi.weight", "blk.1.attn_mhc_alpha", "blk.0.attn_o_conv.weight", "blk.2.attn_indexer_k.weight"]
-)
-def test_a_missing_tensor_is_named(name: str) -> None:  # S83
-    with GGUFFile.open(SWA / "model.gguf") as file, pytest.raises(ModelError, match=f"no tensor '{name}'"):
-        load_model(Edited(file, without=name))
-
-
-def test_tensors_the_family_does_not_use_are_skipped_silently(recwarn: pytest.WarningsRecorder) -> None:  # S83
-    with GGUFFile.open(SWA / "model.gguf") as file:
-        plain, more = load_model(file), Edited(file)
-        for name in ("blk.0.attn_k.weight", "blk.0.attn_indexer_k.weight", "blk.9.attn_norm.weight", "rope_freqs.weight"):
-            assert name not in more.tensors
-            more.tensors[name] = file.tensors["output_norm.weight"]
-        model = load_model(more)
-    assert set(model.weights) == set(plain.weights)
-    assert str(model.build()) == str(plain.build()) and not recwarn.list
-
-
-KEYS = {
-    "window of two kinds": ({"sliding_window_list": [8, 9, 8]}, "must be equal"),
-    "layer that does not exist": ({"swa_layers": [0, 1, 9]}, "names layer 9"),
-    "no rope": ({"rope.dimension_count": 32}, "leave room"),
-    "all layers predict": ({"nextn_predict_layers": 4}, "only 4 layers"),
-    "softmax": ({"expert_gating_func": 1}, "sigmoid"),
-    "one iteration": ({"mhc_recur_norm": 1}, "from 2"),
-    "nine streams": ({"mhc_num_stream": 9}, "up to 8"),
-    "no sinks": ({"param_sink_number": 0}, "param_sink_number"),
-    "other window heads": ({"attention.key_length_swa": 16}, "key_length_swa"),
-}
-
-
-@pytest.mark.parametrize("what", KEYS)
-def test_keys_that_contradict_each_other_are_refused(what: str) -> None:
-    keys, message = KEYS[what]
-    with GGUFFile.open(SWA / "model.gguf") as file, pytest.raises(ModelError, match=message):
-        load_model(Edited(file, {f"openpangu.{k}": v for k, v in keys.items()}))
-
-
-@pytest.mark.parametrize("keys", [{"swa_layers": None}, {"sliding_window_list": [8, 8]}, {"swa_layers": None, "sliding_window_list": None}])
-def test_a_broken_schedule_means_dense_layers(keys: dict[str, Any]) -> None:  # S96
-    with GGUFFile.open(SWA / "model.gguf") as file:
-        graph = load_model(Edited(file, {f"openpangu.{k}": v for k, v in keys.items()})).build()
-    assert not any("indexer" in n.name for n in graph.nodes)
-    assert {n.attrs["window"] for n in graph.inputs()} == {0}
-
-
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "any-size"])
-def test_up_to_a_window_of_tokens_has_the_bits_of_dense_layers(sized: bool) -> None:  # S96
-    """The model's window is 8 and its indexer keeps 10 rows: eight tokens see all there is, the ninth misses one in windowed layers."""
-    options = {"n_ctx": 64, "type_k": "f32", "idx_type_k": "f32"}
-    found = []
-    for keys in ({}, {"openpangu.swa_layers": None}):
-        with GGUFFile.open(SWA / "model.gguf") as file:
-            rt = Runtime(load_model(Edited(file, keys)), file.data, options, sized=sized)
-            tokens = tokens_of(SWA, 12)
-            parts = [rt.decode(tokens[a:b], list(range(a, b)), [0] * (b - a)) for a, b in ((0, 5), (5, 6), (6, 8), (8, 12))]
-            found.append(np.concatenate(parts).view(np.uint32))
-            assert any("indexer.top_k" in n.name for n in rt.graphs[0][1].nodes) != bool(keys)
-    scheduled, dense = found
-    assert np.array_equal(scheduled[:8], dense[:8])
-    assert (scheduled[8:] != dense[8:]).any(axis=1).all()
 
 
 def test_selection_begins_when_more_rows_are_visible_than_kept() -> None:  # S96
