@@ -187,11 +187,12 @@ class Binding:
         launch = self.program.launches[index]
         if not self._windowed or not redirected(self.program, launch, self._windowed, self.input_specs, self._apart):
             return launch.args
-        moved = {name for name, spec in self.input_specs.items() if spec.kind in REDIRECTED}
-        return [
-            fmt.Arg(arg.kind, arg.name + SUFFIX, arg.value, arg.offset) if arg.kind == "input" and arg.name in moved else arg
-            for arg in launch.args
-        ]
+        return [self._redirect(arg) for arg in launch.args]
+
+    def _redirect(self, arg: fmt.Arg) -> fmt.Arg:
+        if arg.kind == "input" and self.input_specs[arg.name].kind in REDIRECTED:
+            return fmt.Arg("input", arg.name + SUFFIX, arg.value, arg.offset)
+        return arg
 
     def _resolved(self, n_kernels: int) -> list[int]:
         """Arguments of all launches one after another (``_first_arg``: where each launch's begin); those of launches that run elsewhere

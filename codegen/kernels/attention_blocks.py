@@ -123,7 +123,7 @@ class BlockRows(CellRows):
             pieces = [self.e.concat(x, y) for x, y in zip(pieces[::2], pieces[1::2])]
         return self.e.b.bitcast(pieces[0], vec(I32, self.e.target.lanes))
 
-    # -- steps that several tokens share -------------------------------------------------------------------------------
+    # Steps that several tokens share
 
     def store_columns(self, first: Value, target: Value) -> None:
         """The step as quads i32[STEP, n / 4], then scales and minima f32[STEP, n / 32] each."""

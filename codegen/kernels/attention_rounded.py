@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from ggufc.codegen.emitter import F32, I8, I32, Value, Var, vec
+from ggufc.codegen.emitter import F32, I32, Value, Var, vec
 from ggufc.codegen.kernels.attention_blocks import BlockRows, Keys
 from ggufc.codegen.kernels.attention_cells import STEP, CellRows
 from ggufc.codegen.kernels.attention_rows import ROUNDED_BLOCK, Rows
-from ggufc.codegen.kernels.cache_blocks import VALUES
-
-_ROUND = 12582912.0
-"""1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ties to even, in the low mantissa bits."""
+from ggufc.codegen.kernels.cache_blocks import VALUES, low_bytes, rounded
+from ggufc.codegen.kernels.vmath import ROUND_F32
 
 _UNROLLED = 4
 """Most blocks of a row that are multiplied without a loop."""
@@ -47,14 +45,12 @@ class RoundedRows(Rows):
         query, record = self.at(self.s.q, r, 4 * self.spec.d), self.record_of(r)
         with e.for_range(0, self.spec.d // VALUES, name="round") as block:
             x = [e.load(ty, e.gep(e.at(query, block, 4 * VALUES), 4 * i)) for i in range(0, VALUES, n)]
-            top = e.reduce(self.largest([e.fabs(v) for v in x]), "max")
-            inverse = b.select(b.fcmp_ordered(">", top, e.f32(0.0)), b.fdiv(e.f32(127.0), top), e.f32(0.0))
+            scale, shifted = rounded(e, x)
             total = e.const(ty, 0.0)
-            for i, v in enumerate(x):
-                shifted = b.fadd(b.fmul(v, e.splat(inverse, n)), e.const(ty, _ROUND))
-                total = b.fadd(total, b.fsub(shifted, e.const(ty, _ROUND)))
-                e.store(b.trunc(b.bitcast(shifted, vec(I32, n)), vec(I8, n)), e.gep(e.at(record, block, VALUES), n * i))
-            scale, exact = b.fdiv(top, e.f32(127.0)), e.reduce(total, "add")
+            for i, v in enumerate(shifted):
+                total = b.fadd(total, b.fsub(v, e.const(ty, ROUND_F32)))
+                e.store(low_bytes(e, v), e.gep(e.at(record, block, VALUES), n * i))
+            exact = e.reduce(total, "add")
             words = self._words(record, block)
             e.store(scale, words)
             e.store(b.fptosi(exact, I32), e.gep(words, 4))
@@ -94,9 +90,7 @@ class RoundedRows(Rows):
             for i, total in enumerate(totals):
                 e.store(self.capped(total.get()), e.gep(e.at(p, r, 4 * STEP), 4 * (STEP * i + n * w)))
 
-    def score_alone(
-        self, ring_entry: Callable[[Value], Value], begin: Value, steps: int, p: Value, first_row: Value, fetch: Callable[[Value], None]
-    ) -> None:
+    def score_alone(self, begin: Value, steps: int, p: Value, first_row: Value, fetch: Callable[[Value], None]) -> None:
         """Scores of ``steps`` steps from entry ``begin`` on, side by side in ``p``, straight from the cache.
 
         ``fetch`` gets the first of each four entries, counted from ``begin``.
@@ -106,7 +100,7 @@ class RoundedRows(Rows):
         records = [self.record_of(b.add(first_row, e.i64(row))) for row in range(self.spec.head_block)]
         with e.for_range(0, steps * self.width, name="part") as part:
             entry = b.mul(part, e.i64(n))
-            first = ring_entry(b.add(begin, entry))
+            first = self.ring_entry(b.add(begin, entry))
             totals = [e.var(vec(F32, n), e.const(vec(F32, n), 0.0)) for _ in records]
             quads = [b.add(entry, e.i64(i)) for i in range(0, n, 4)]
             if blocks <= _UNROLLED:

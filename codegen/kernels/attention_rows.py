@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, F64, I32, Emitter, Value, vec
 from ggufc.codegen.kernels import vmath
-from ggufc.codegen.kernels.attention_cells import GROUP, RING_BYTES, STEP
+from ggufc.codegen.kernels.attention_cells import AHEAD, GROUP, RING_BYTES, STEP
 from ggufc.codegen.kernels.cache_blocks import VALUES
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ class Rows:
 
     def at(self, region: int, index: Value | int = 0, size: int = 0) -> Value:
         return self.e.at(self.e.gep(self.e.scratch, region), index, size)
+
+    def ring_entry(self, entry: Value) -> Value:
+        """Where the ring holds the address of an entry of the list."""
+        return self.e.b.and_(entry, self.e.i64(2 * AHEAD * STEP - 1))
 
     def head(self, h: Value) -> Value:
         return self.e.b.add(self.first_head, h)

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, I1, I32, I64, PTR, Emitter, Value, Var, vec
 from ggufc.codegen.kernels.attention_blocks import BlockRows
-from ggufc.codegen.kernels.attention_cells import AHEAD, GROUP, STEP, CellRows, joined
+from ggufc.codegen.kernels.attention_cells import GROUP, STEP, CellRows, joined
 from ggufc.codegen.kernels.attention_weights import WeighedRows
 from ggufc.codegen.kernels.cache_blocks import BLOCKS
 
@@ -106,9 +106,6 @@ class Scores(WeighedRows):
         """Ring index of the first entry of a step."""
         return self.ring_entry(self.e.b.shl(step, self.e.i64(4)))
 
-    def ring_entry(self, entry: Value) -> Value:
-        return self.e.b.and_(entry, self.e.i64(2 * AHEAD * STEP - 1))
-
     def coming(self, span: Span, step: Value, following: Value, ahead: Value) -> Coming:
         """What to fetch during ``GROUP`` steps from ``step`` on: those from ``following``, or ``ahead``, on."""
         e, b = self.e, self.e.b
@@ -162,7 +159,7 @@ class Scores(WeighedRows):
         e, n, heads = self.e, self.lanes, range(self.spec.head_block)
         begin, size, quads = self.e.b.shl(step, self.e.i64(4)), 4 * n, steps * STEP // QUAD
         if isinstance(self.keys, BlockRows):
-            self.score_alone(self.ring_entry, begin, steps, p, first_row, fetch)
+            self.score_alone(begin, steps, p, first_row, fetch)
             return
         sums = self.at(self.s.quads)
         # A loop keeps the compiler from multiplying everything first and adding it then, for which there are not enough registers.

@@ -86,9 +86,6 @@ class WeighedRows(RoundedRows):
                     at = e.gep(e.at(p, entry, 4), size * row + 4 * n * w)
                     self._weigh_block(at, b.add(first_row, e.i64(row)), row, block, entry, w, found)
 
-    def ring_entry(self, entry: Value) -> Value:
-        raise NotImplementedError
-
     def _weigh_block(self, p: Value, r: Value, row: int, block: Value, entry: Value, w: int, scales: tuple[Value, Value | None]) -> None:
         """``scales`` of ``lanes`` entries, the ``w``-th of a step that begins at ``entry``, with their probabilities at ``p``."""
         e, b, n = self.e, self.e.b, self.lanes
@@ -104,7 +101,7 @@ class WeighedRows(RoundedRows):
             at = e.gep(self._minima(r, block), 4 * n * w)
             e.store(e.fma(probability, b.select(seen, minimum, e.const(vec(F32, n), 0.0)), e.load(vec(F32, n), at)), at)
 
-    # -- minima --------------------------------------------------------------------------------------------------------
+    # Minima
 
     def _minima(self, r: Value, block: Value | int) -> Value:
         return self.e.at(self.at(self.s.minima, r, self.s.minima_size), block, 4 * STEP)

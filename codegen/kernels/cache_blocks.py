@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from ggufc.codegen.emitter import F32, I1, I8, I16, I32, I64, Emitter, Value, vec
+from ggufc.codegen.kernels.vmath import ROUND_F32
 from ggufc.codegen.weights.tables import IQ4
 from ggufc.formats.ggml_types import TYPES
 
@@ -124,14 +125,24 @@ def store(e: Emitter, dtype: str, source: Value, target: Value) -> None:
 
 def _store_bytes(e: Emitter, x: list[Value], target: Value) -> None:
     """d = max|x| / 127; halves round to even, as in ggml's vector code."""
+    scale, shifted = rounded(e, x)
+    e.store(e.f32_to_f16(scale), target)
+    for i, v in enumerate(shifted):
+        e.store(low_bytes(e, v), e.gep(target, 2 + i * e.target.lanes))
+
+
+def rounded(e: Emitter, x: list[Value]) -> tuple[Value, list[Value]]:
+    """Scale of a block, max|x| / 127, and the values over it plus ``ROUND_F32``: integers whose ``low_bytes`` are the codes."""
     b, n = e.b, e.target.lanes
     top = _largest(e, x)
-    e.store(e.f32_to_f16(b.fdiv(top, e.f32(127.0))), target)
     inverse = b.select(b.fcmp_ordered(">", top, e.f32(0.0)), b.fdiv(e.f32(127.0), top), e.f32(0.0))
-    for i, v in enumerate(x):
-        # Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; the low byte of the sum is the quantised value.
-        shifted = b.fadd(b.fmul(v, e.splat(inverse, n)), e.const(v.type, 12582912.0))
-        e.store(b.trunc(b.bitcast(shifted, vec(I32, n)), vec(I8, n)), e.gep(target, 2 + i * n))
+    return b.fdiv(top, e.f32(127.0)), [b.fadd(b.fmul(v, e.splat(inverse, n)), e.const(v.type, ROUND_F32)) for v in x]
+
+
+def low_bytes(e: Emitter, v: Value) -> Value:
+    """The lowest byte of each f32 lane."""
+    n = e.target.lanes
+    return e.b.trunc(e.b.bitcast(v, vec(I32, n)), vec(I8, n))
 
 
 def _store_signed(e: Emitter, x: list[Value], source: Value, target: Value, layout: Block) -> None:

@@ -11,9 +11,8 @@ from typing import ClassVar
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import F32, F64, I8, I32, Emitter, Value, vec
 from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.kernels.vmath import ROUND_F32
 from ggufc.codegen.weights.activations import ISUM_FACTOR, q8_record
-
-_ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ties to even, in the low mantissa bits
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Quantize:
         pieces = []
         for j in range(0, 32, lanes):
             v = b.fmul(e.load(floats, e.gep(x, 4 * j)), inverse)
-            q = b.sub(b.bitcast(b.fadd(v, e.const(floats, _ROUND)), ints), b.bitcast(e.const(floats, _ROUND), ints))
+            q = b.sub(b.bitcast(b.fadd(v, e.const(floats, ROUND_F32)), ints), b.bitcast(e.const(floats, ROUND_F32), ints))
             q = b.select(b.icmp_signed("<", q, e.const(ints, 127)), q, e.const(ints, 127))
             q = b.select(b.icmp_signed(">", q, e.const(ints, -128)), q, e.const(ints, -128))
             pieces.append(b.trunc(q, vec(I8, lanes)))

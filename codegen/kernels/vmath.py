@@ -14,7 +14,8 @@ from llvmlite import ir
 
 from ggufc.codegen.emitter import F64, I32, I64, Emitter, Value, vec
 
-_ROUND_F32 = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+ROUND_F32 = 12582912.0
+"""1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ties to even, in the low mantissa bits."""
 _ROUND_F64 = 6755399441055744.0  # 1.5 * 2^52
 
 _EXP = (0.5, 0.1666666716337204, 0.041666269302368164, 0.008333264850080013, 0.0013946191174909472, 0.00019917941244784743)
@@ -55,9 +56,9 @@ def exp(e: Emitter, x: Value) -> Value:
     low, high = e.const(ty, -104.5), e.const(ty, 89.5)
     x = b.select(b.fcmp_ordered("<", x, low), low, x)
     x = b.select(b.fcmp_ordered(">", x, high), high, x)
-    shifted = e.fma(x, e.const(ty, math.log2(math.e)), e.const(ty, _ROUND_F32))
-    n = b.fsub(shifted, e.const(ty, _ROUND_F32))
-    k = b.sub(b.bitcast(shifted, ints), b.bitcast(e.const(ty, _ROUND_F32), ints))
+    shifted = e.fma(x, e.const(ty, math.log2(math.e)), e.const(ty, ROUND_F32))
+    n = b.fsub(shifted, e.const(ty, ROUND_F32))
+    k = b.sub(b.bitcast(shifted, ints), b.bitcast(e.const(ty, ROUND_F32), ints))
     r = e.fma(n, e.const(ty, -_LN2_HIGH), x)
     r = e.fma(n, e.const(ty, -_LN2_LOW), r)
     p = b.fadd(e.fma(b.fmul(r, r), polynomial(e, r, _EXP), r), e.const(ty, 1.0))
@@ -72,8 +73,8 @@ def exp_flushed(e: Emitter, x: Value) -> Value:
     ints = vec(I32, _lanes(x))
     low = e.const(ty, -87.3)
     clamped = b.select(b.fcmp_ordered("<", x, low), low, x)
-    shifted = e.fma(clamped, e.const(ty, math.log2(math.e)), e.const(ty, _ROUND_F32))
-    n = b.fsub(shifted, e.const(ty, _ROUND_F32))
+    shifted = e.fma(clamped, e.const(ty, math.log2(math.e)), e.const(ty, ROUND_F32))
+    n = b.fsub(shifted, e.const(ty, ROUND_F32))
     r = e.fma(n, e.const(ty, -_LN2_HIGH), clamped)
     r = e.fma(n, e.const(ty, -_LN2_LOW), r)
     p = b.fadd(e.fma(b.fmul(r, r), polynomial(e, r, _EXP), r), e.const(ty, 1.0))

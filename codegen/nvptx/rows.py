@@ -21,7 +21,6 @@ from ggufc.codegen.weights.floats import FloatFormat
 from .emitter import WARP, PtxEmitter
 from .entry import Entry, Form, power_of_two
 
-_ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, ties to even, in the low mantissa bits
 _MOST_THREADS = 256
 
 
@@ -91,7 +90,7 @@ def _scales(e: PtxEmitter, top: Value, mode: str) -> tuple[Value, Value]:
 def _store_codes(e: PtxEmitter, k: int, record: Value, index: Value, lane: Value, scaled: Value, d: Value) -> None:
     """One value per lane of a block of 32, and the block's words."""
     b, at = e.b, q8_record(k)
-    q = b.sub(b.bitcast(b.fadd(scaled, e.f32(_ROUND)), I32), b.bitcast(e.f32(_ROUND), I32))
+    q = b.sub(b.bitcast(b.fadd(scaled, e.f32(vmath.ROUND_F32)), I32), b.bitcast(e.f32(vmath.ROUND_F32), I32))
     q = b.select(b.icmp_signed("<", q, e.i32(127)), q, e.i32(127))
     q = b.select(b.icmp_signed(">", q, e.i32(-128)), q, e.i32(-128))
     e.store(b.trunc(q, I8), e.gep(e.at(record, index, 32), lane))

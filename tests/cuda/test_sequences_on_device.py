@@ -152,7 +152,7 @@ def test_moved_positions_are_the_same_before_and_after_a_state(sessions):
     assert logits(s, MORE) != fresh(sessions, [PROMPT[0], *PROMPT[3:], *MORE], MORE)[1], "rows of a longer text are kept, not made anew"
 
 
-# -- compacted windows -----------------------------------------------------------------------------------------------
+# Compacted windows
 
 TEXT = np.random.default_rng(4).integers(3, 200, 760).tolist()
 START = 700
