@@ -43,6 +43,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 _LATER_WORDS = "mtp_warmup mtp_update mtp_draft mtp_rm mtp rows tgt trm ckpt_init ckpt_save ckpt_restore ckpt_discard draft dappend drm"
 _LATER_STEPS = frozenset(_LATER_WORDS.split())
+_PREDICTION_STEPS = frozenset(("mtp_warmup", "mtp_update", "mtp_draft", "mtp_rm"))
+_PREDICTION_OPTIONS = frozenset(("mtp", "mtp_heads"))
+"""Steps and options about a companion with a cache of its own, which reads the model's results and changes none of them."""
 
 
 def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +67,26 @@ def graph_options(options: Mapping[str, Any]) -> dict[str, int | bool | str]:
     return {
         key: kind(int(options[key])) if kind is not str else str(options[key]) for key, kind in _GRAPH_OPTIONS.items() if key in options
     }
+
+
+def without_prediction(case: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The case without the steps of layers that predict further ahead (MTP), and those steps in words, as ``"1 (mtp_warmup)"``.
+
+    The other steps do not depend on them. Anything that is no well-formed case is left to ``check_case``.
+    """
+    steps, options = case.get("steps"), case.get("options", {})
+    if not isinstance(steps, list) or not isinstance(options, Mapping):
+        return case, []
+    skipped = {i: step["op"] for i, step in enumerate(steps) if isinstance(step, Mapping) and _is_prediction(step.get("op"))}
+    if not skipped or len(skipped) == len(steps):
+        return case, []
+    kept = [step for i, step in enumerate(steps) if i not in skipped]
+    rest = {name: value for name, value in options.items() if name not in _PREDICTION_OPTIONS}
+    return {**case, "options": rest, "steps": kept}, [f"{i} ({op})" for i, op in skipped.items()]
+
+
+def _is_prediction(op: object) -> bool:
+    return isinstance(op, str) and op in _PREDICTION_STEPS
 
 
 def check_case(case: Mapping[str, Any]) -> None:

@@ -38,7 +38,8 @@ def command(
     """Run the steps of CASE.json with MODEL and store one array of logits per step name in OUT.npz.
 
     A case has `options` (n_ctx, n_ubatch, threads, type_k, ...) and `steps` (decode, decode_last, decode_embd, seq_rm, ...). What this
-    version does not know is refused by name. Cache types come from the case unless -ctk and -ctv say otherwise.
+    version does not know is refused by name; steps of layers that predict further ahead (mtp_warmup, mtp_draft, ...) are skipped and
+    named. Cache types come from the case unless -ctk and -ctv say otherwise.
     """
     from ggufc import devices
     from ggufc.cli import terminal
@@ -71,9 +72,14 @@ def command(
 
 
 def read_case(path: Path) -> Mapping[str, Any]:
-    """The case as a JSON object. Raises ``DriverError`` for anything else."""
+    """The case as a JSON object, without steps of layers that predict further ahead, which are named on stderr.
+
+    Raises ``DriverError`` for anything else.
+    """
+    from ggufc.cli import terminal
     from ggufc.errors import DriverError
     from ggufc.files import read_text
+    from ggufc.runtime.logits import without_prediction
 
     try:
         case = json.loads(read_text(path))
@@ -83,4 +89,7 @@ def read_case(path: Path) -> Mapping[str, Any]:
         raise DriverError(f"{path} is nested too deeply to be a case") from None
     if not isinstance(case, dict):
         raise DriverError(f"{path}: a case is a JSON object with options and steps, not a {type(case).__name__}")
+    case, skipped = without_prediction(case)
+    if skipped:
+        terminal.say(f"layers that predict further ahead are not supported: of the case, these steps are skipped: {', '.join(skipped)}")
     return case

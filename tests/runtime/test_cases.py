@@ -190,3 +190,32 @@ def logits_greedy():
     from ggufc.runtime.sampling import GREEDY
 
     return GREEDY
+
+
+def test_steps_of_layers_that_predict_ahead_are_left_out_and_named():
+    steps = [decode("a", TOKENS[:2], 0), {"op": "mtp_draft", "name": "d"}, decode("b", TOKENS[2:3], 2), {"op": "mtp_rm", "p0": 3, "p1": -1}]
+    case = {"options": OPTIONS | {"mtp": 1, "mtp_heads": 3}, "steps": steps}
+    rest, skipped = logits.without_prediction(case)
+    assert skipped == ["1 (mtp_draft)", "3 (mtp_rm)"]
+    assert rest == {"options": OPTIONS, "steps": [steps[0], steps[2]]} and len(case["steps"]) == 4
+    logits.check_case(rest)
+
+
+@pytest.mark.parametrize("op", ["mtp", "rows", "tgt", "trm", "draft", "dappend", "drm", "ckpt_init", "mtp_warmup"])
+def test_steps_others_depend_on_are_refused_by_name(op):
+    """Hidden rows, drafts and checkpoints; and a case of nothing but predictions."""
+    case = {"options": {}, "steps": [{"op": op, "name": "x"}]}
+    rest, skipped = logits.without_prediction(case)
+    assert rest == case and not skipped
+    with pytest.raises(RuntimeRefusal, match=rf"step 0 \({op}\) of the case is not supported by this version"):
+        logits.check_case(rest)
+
+
+@pytest.mark.parametrize(
+    "case", [{"options": {"mtp": 1}, "steps": []}, {"options": [], "steps": [{"op": "mtp_rm"}]}, {"steps": {"op": []}}]
+)
+def test_cases_that_are_no_cases_are_still_refused(case):
+    rest, skipped = logits.without_prediction(case)
+    assert rest == case and not skipped
+    with pytest.raises(RuntimeRefusal):
+        logits.check_case(rest)
