@@ -18,7 +18,7 @@ from ggufc.passes.split_heads import with_split
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.perplexity import perplexity
 from ggufc.runtime.session import Session
-from support import golden_cases
+from support import fill_results, golden_cases
 
 CASE = next(case for case in golden_cases("glm-dsa-topk8") if case.name == "glm-dsa-topk8")
 LENGTH = 60
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"builder": SPARSE},
     "dense": {},
     "all": {"builder": SPARSE | {"dsa_top_k": 4096}},
-    "unfused": {"builder": SPARSE, "pipeline": "hoist,dce"},
+    "unfused": {"builder": SPARSE, "pipeline": "hoist,dce", "keep": "blk.*.indexer.mask"},
 }
 
 Open = Callable[..., Session]
@@ -94,6 +94,26 @@ def test_a_choice_of_everything_has_the_bits_of_dense_attention(opened: Open, re
 def test_fused_and_unfused_agree(opened: Open, reference: np.ndarray) -> None:  # S141, S153
     with opened("unfused", n_ubatch=16) as s:
         np.testing.assert_allclose(s.decode(tokens(), logits="all"), reference, atol=5e-3)
+
+
+def test_every_column_of_the_mask_is_written_each_step(opened: Open) -> None:  # S140
+    """Masks and all that lies between launches begin as NaN or as large numbers; a mask is 0 in what is seen and chosen, else hidden."""
+    names = [f"keep:blk.{i}.indexer.mask" for i in (0, 1, 2)]
+    found = {}
+    for byte in (0x00, 0xFF, 0x7B):
+        with opened("unfused", n_ubatch=16) as s:
+            masks: list[np.ndarray] = []
+            for at, n in [(0, 16), (16, 11), *((p, 1) for p in range(27, 36)), (36, 16)]:
+                fill_results(s, byte)
+                logits = s.decode(tokens()[at : at + n], logits="all")
+                for name in names:
+                    mask = s.executor.output(name)
+                    assert mask.shape == (n, 256) and ((mask == 0) | (mask <= -1e30)).all(), (byte, at, name)
+                    assert ((mask == 0).sum(axis=1) == np.minimum(8, at + 1 + np.arange(n))).all()
+                    masks.append(mask.copy())
+            found[byte] = [*masks, logits.copy()]
+    for byte, arrays in found.items():
+        assert all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(arrays, found[0], strict=True)), byte
 
 
 def test_packed_sequences_have_the_bits_of_each_alone(opened: Open) -> None:  # S142

@@ -164,7 +164,10 @@ def test_two_streams_in_one_batch_equal_each_alone() -> None:  # S52, S40: inter
     assert rt.builds == 1
 
 
-def test_spare_and_unlisted_rows_cannot_matter() -> None:  # S40: fill 0 or 255, equal bits
+@pytest.mark.parametrize("byte", [0x00, 0x7B, 0xFB])
+def test_spare_and_unlisted_rows_cannot_matter(byte: int) -> None:  # S40
+    """Zeros, and the largest numbers of both signs that bytes of one value make. Unfused graphs give unseen rows a weight of 0, so
+    rows are numbers here; compiled models meet NaN in ``test_sparse_invariance``."""
     rt, tokens = start(SPLIT, n_seq_max=2)
     decode(rt, tokens[:30])
     clean = rt.save(0)
@@ -181,8 +184,7 @@ def test_spare_and_unlisted_rows_cannot_matter() -> None:  # S40: fill 0 or 255,
         if name.endswith(("entries", "indexer_k")):
             keep = keep[: 30 // 4 if info.rows == "C4" else 30 // 128]
         other = np.setdiff1d(np.arange(len(data)), keep)
-        # 0x7b7b is a large finite f16 value, 0x7b7b7b7b a huge f32 one: whatever reads them is far off.
-        data[other] = 0x7B
+        data[other] = byte
         rt.caches[name] = data
     assert np.array_equal(decode(rt, tokens[30:36], 30), expected)
 
