@@ -196,12 +196,36 @@ def test_reused_graphs_write_the_same_index_keys(opened: Open) -> None:  # S146
         assert len(np.unique(rows[:40], axis=0)) == 40 and not rows[40:].any()
 
 
-def test_shifts_of_positions_are_refused(opened: Open) -> None:  # S145
+def test_shifts_of_positions_are_refused(opened: Open, reference: np.ndarray) -> None:  # S145
+    """Before anything changes, with a hint; the sequence goes on with the bits it has without the request."""
     with opened() as s:
-        s.decode(tokens(20), logits="none")
-        with pytest.raises(RuntimeRefusal):
-            s.seq_add(0, 0, -1, 3)
-        s.decode(tokens(1), logits="all")
+        s.decode(tokens()[:20], logits="none")
+        for call in (lambda: s.seq_add(0, 0, -1, 3), lambda: s.seq_add(0, 5, 9, -1), lambda: s.seq_div(0, 0, -1, 2), s.shift_context):
+            with pytest.raises(RuntimeRefusal, match=r"'latent'.*turn context shift off or use a larger n_ctx") as refusal:
+                call()
+            assert refusal.value.soft and s.pos_min(0) == 0 and s.pos_max(0) == 19 and not s.cells.needs_shift
+        assert np.array_equal(s.decode(tokens()[20:], logits="all"), reference[20:])
+
+
+def test_the_end_of_the_context_ends_a_generation(opened: Open) -> None:  # S145
+    """With ``context_shift`` the refusal tells why; without it the text ends. Both leave a sequence that can be cut and continued."""
+    with opened(n_seq_max=1) as s:
+        s.decode(tokens(250), logits="none")
+        text = s.generate(tokens(2, 1), n_predict=50, reuse_prefix=False, ignore_eos=True)
+        text.text()
+        assert text.finish_reason == "context" and len(text.tokens) < 50 and s.pos_max(0) == 255
+        with pytest.raises(RuntimeRefusal, match="use a larger n_ctx") as refusal:
+            s.decode(tokens(1))
+        assert refusal.value.soft
+        s.seq_rm(0, 250, -1)
+        with pytest.raises(RuntimeRefusal, match="turn context shift off"):
+            s.generate(tokens(2, 1), n_predict=50, reuse_prefix=False, ignore_eos=True, context_shift=True).text()
+        assert (s.pos_min(0), s.pos_max(0)) == (0, 255)
+        s.seq_rm(0, 100, -1)
+        after = s.decode(tokens(4, 2), logits="all")
+    with opened(n_seq_max=1) as s:
+        s.decode(tokens(250)[:100], logits="none")
+        assert np.array_equal(s.decode(tokens(4, 2), logits="all"), after)
 
 
 def test_attention_reads_by_the_choice_and_not_by_the_context(artifacts: Callable[[str], Path]) -> None:  # S154

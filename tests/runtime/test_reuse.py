@@ -47,9 +47,17 @@ def test_forty_reused_steps_leave_the_rows_and_logits_of_new_graphs(compiled, ca
     assert np.array_equal(runs[0][0].view(np.uint32), runs[1][0].view(np.uint32))
 
 
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
+def moving_case(request):
+    """A case, options of its compilation, and the caches that hold a row per cell."""
+    case, options = request.param
+    names = ["blk.0.k", "blk.0.v", "blk.1.k", "blk.1.v"] if case.startswith("llama") else []
+    return case, options, names or sorted([f"blk.{i}.k" for i in range(5)] + [f"blk.{i}.indexer_k" for i in range(3)])
+
+
 @pytest.fixture(scope="module")
-def written_at_head(tmp_path_factory):
-    """A model whose builder writes keys and values in one piece from row ``head`` on, instead of row by row at the cells an input names."""
+def written_at_head(tmp_path_factory, moving_case):
+    """A model whose builder writes cached rows in one piece from row ``head`` on, instead of row by row at the cells an input names."""
     from ggufc.codegen.child import compile_here
     from ggufc.codegen.options import CompileOptions
     from ggufc.models import attention
@@ -69,7 +77,8 @@ def written_at_head(tmp_path_factory):
     path = tmp_path_factory.mktemp("head") / "model.ggufc"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention.Builder, "add", add)
-        compile_here(BUNDLED_GOLDEN / "llama-gqa-tied" / "model.gguf", path, CompileOptions(jobs=1))
+        case, options, _ = moving_case
+        compile_here(BUNDLED_GOLDEN / case / "model.gguf", path, CompileOptions(jobs=1, **options))
     return path
 
 
@@ -82,22 +91,26 @@ def walk(artifact: Artifact) -> tuple[np.ndarray, dict[str, bytes]]:
         return np.concatenate(rows), caches(s)
 
 
-def test_writes_that_move_with_head_equal_writes_by_slots(compiled, written_at_head):
-    with Artifact.open(written_at_head) as moving, Artifact.open(compiled("llama-gqa-tied")) as plain:
-        assert sorted(fixup.cache for fixup in moving.program("eval").fixups) == ["blk.0.k", "blk.0.v", "blk.1.k", "blk.1.v"]
+def test_writes_that_move_with_head_equal_writes_by_slots(compiled, written_at_head, moving_case):
+    case, options, names = moving_case
+    with Artifact.open(written_at_head) as moving, Artifact.open(compiled(case, **options)) as plain:
+        assert sorted(fixup.cache for fixup in moving.program("eval").fixups) == names
         got, want = walk(moving), walk(plain)
     assert got[1] == want[1]
     assert np.array_equal(got[0].view(np.uint32), want[0].view(np.uint32))
 
 
-@pytest.mark.parametrize("dropped", range(4))
-def test_each_of_them_needs_its_registration(compiled, written_at_head, dropped):
-    """Mutation: one cache's fixup is missing, and its rows, then the logits, differ."""
-    with Artifact.open(written_at_head) as moving, Artifact.open(compiled("llama-gqa-tied")) as plain:
-        for program in moving.manifest.programs:
-            del program.fixups[dropped]
-        got, want = walk(moving), walk(plain)
-    assert not np.array_equal(got[0], want[0]) and got[1] != want[1]
+def test_each_of_them_needs_its_registration(compiled, written_at_head, moving_case):  # S146
+    """Mutation: one cache's fixup is missing, and its rows, then the logits, differ; of index keys, too."""
+    case, options, names = moving_case
+    with Artifact.open(compiled(case, **options)) as plain:
+        want = walk(plain)
+    for dropped in names:
+        with Artifact.open(written_at_head) as moving:
+            for program in moving.manifest.programs:
+                program.fixups[:] = [fixup for fixup in program.fixups if fixup.cache != dropped]
+            got = walk(moving)
+        assert not np.array_equal(got[0], want[0]) and got[1][dropped] != want[1][dropped], dropped
 
 
 def test_a_pipeline_that_forgot_the_pass_is_refused():
