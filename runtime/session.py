@@ -168,7 +168,8 @@ class Session(Context):
 
         A sequence's state fits any sequence; its cells need not be neighbours. The next logits have the bits of a run that was never
         saved. RuntimeRefusal, naming both sides, for a blob that does not fit: then the destination is empty and every other sequence as
-        before; a refused partial state changes nothing.
+        before; a refused partial state changes nothing. A partial state is for the sequence it was cut from: what came after is dropped,
+        and where the model keeps one row of convolution inputs per sequence, must have been removed before (``seq_rm``).
         """
         from . import session_state
 

@@ -161,7 +161,11 @@ def _load_sequence(session: Session, source: Source, seq: int) -> int:
 
 
 def _load_partial(session: Session, source: Source, seq: int) -> int:
-    """Rows are in the cells still: the sequence is cut where it was saved, and its cells stay where they are."""
+    """Rows are in the cells still, and cells stay where they are: the sequence is cut where it was saved.
+
+    Of a model with one row of state for a whole sequence it must end there already. Its tail can be removed beforehand, so a longer
+    sequence is a mistake, unless compacted windows gave rows away: those sequences cannot be cut far back, and their blob has the rows.
+    """
     cells, store, n_layer = session.cells, _cell_store(session), session.artifact.manifest.n_layer
     parse_states = _parse_states(session, seq, True)
     blob = state_load.parse_sequence(source, cells, store, n_layer, partial=True, windows=session.window_rows, states=parse_states)
@@ -177,6 +181,11 @@ def _load_partial(session: Session, source: Source, seq: int) -> int:
     if known != blob.tokens[: len(known)]:
         raise RuntimeRefusal(f"{source.name}: the partial state was saved after other tokens than sequence {seq} holds; load a full state")
     windows = session.window_rows
+    if windows is None and session.states.rows_per_sequence and cells.pos_max(seq) != blob.last:
+        raise RuntimeRefusal(
+            f"{source.name}: the partial state is that of position {blob.last}, sequence {seq} goes on to position {cells.pos_max(seq)}; "
+            f"remove what follows first (seq_rm from position {blob.last + 1} on), or load a full state"
+        )
     if blob.states is None and windows is None:
         session.seq_rm(seq, blob.last + 1, -1)
         return kept

@@ -108,6 +108,8 @@ def test_saved_states_go_on_with_the_same_bits(artifact, reference):  # S8
         full, part = saved(s, 0), saved(s, 0, partial=True)
         assert len(part) < len(full)
         assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
+        if s.states.rows_per_sequence:
+            s.seq_rm(0, cut, -1)
         s.state_load(part, 0, partial=True)
         assert np.array_equal(s.decode(tokens[cut:], logits="all"), want)
         s.state_load(full, 0)
@@ -149,6 +151,44 @@ def test_a_partial_state_needs_the_sequence_it_was_cut_from(artifact, reference)
         with pytest.raises(RuntimeRefusal, match="saved after other tokens"):
             s.state_load(part, 0, partial=True)
         assert s.pos_max(0) == cut - 1
+
+
+def test_a_longer_sequence_refuses_a_partial_state_unless_it_can_be_cut(artifact, reference):  # S105
+    """One row of convolution inputs serves a whole sequence, so its checkpoint needs the sequence's end; rings are kept by position."""
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    tokens, cut, at = tokens_of(artifact), 70, 80
+    with session(artifact) as s:
+        s.decode(tokens[:cut])
+        part, full = saved(s, 0, partial=True), saved(s, 0)
+        s.decode(tokens[cut:at])
+        if s.states.rows_per_sequence:
+            before = {name: s.executor.caches.view(name).tobytes() for name in s.executor.caches.specs}
+            with pytest.raises(RuntimeRefusal, match=rf"is that of position {cut - 1}, sequence 0 goes on to position {at - 1}; .*seq_rm"):
+                s.state_load(part, 0, partial=True)
+            assert before == {name: s.executor.caches.view(name).tobytes() for name in s.executor.caches.specs}
+            assert np.array_equal(s.decode(tokens[at:], logits="all"), reference[at:]), "as if nothing had been asked"
+            s.seq_rm(0, cut, -1)
+        assert s.state_load(part, 0, partial=True) == cut
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), reference[cut:])
+        assert s.state_load(full, 0) == cut  # whatever the sequence holds
+        assert np.array_equal(s.decode(tokens[cut:], logits="all"), reference[cut:])
+
+
+def test_a_context_with_one_row_of_state_is_saved_by_sequence_only(artifact):  # S105
+    from ggufc.runtime.errors import RuntimeRefusal
+
+    with session(artifact) as s:
+        s.decode(tokens_of(artifact)[:20])
+        blob = saved(s, 0)
+        if not s.states.rows_per_sequence:
+            assert saved(s)
+            return
+        before = (s.pos_max(0), s.cells.used)
+        for call in (lambda: s.state_save(io.BytesIO()), s.state_size, lambda: s.state_load(blob)):
+            with pytest.raises(RuntimeRefusal, match="the state is that of sequence 0, not of the whole context; give its id"):
+                call()
+        assert (s.pos_max(0), s.cells.used) == before
 
 
 def test_a_token_then_single_steps_reuse_the_graph(artifact, reference):  # S109, S110
