@@ -25,6 +25,7 @@ from support import golden_cases
 CASES = [case for case in golden_cases("openpangu-") if case.name not in ("openpangu-chat", "openpangu-chunked")]
 LONG = golden_cases("openpangu-chunked")
 SWA = next(case for case in CASES if case.name == "openpangu-swa-dsa-ubatch")
+DENSE = next((case for case in CASES if case.name == "openpangu-dense"), SWA)
 
 
 def model_of(folder: Path) -> Model:
@@ -150,19 +151,44 @@ GRID_T = (1, 14, 15, 256, 257, 2048)
 GRID_KV = (256, 1024, 4096, 32768, 65536)
 
 
-@pytest.mark.parametrize("folder", [SWA, *LONG], ids=lambda case: case.name)
-def test_node_estimates_and_gathers_are_bounded_over_the_grid(folder: Path) -> None:  # S101, S102
-    model, gathers = model_of(folder), []
+GRID_FORMS: dict[str, dict[str, Any]] = {"view": {}, "full": {}, "compacted": {"swa_compress": True}, "kept-2048": {"dsa_top_k": 2048}}
+"""Windowed layers read a view of their window, all rows, or a region of their own; a choice as wide as that of large models."""
+
+
+@pytest.mark.parametrize(
+    ("folder", "form"),
+    [(DENSE, "view"), *((case, form) for case in (SWA, *LONG) for form in GRID_FORMS)],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_node_estimates_and_gathers_are_bounded_over_the_grid(folder: Path, form: str) -> None:  # S101, S102
+    model, gathers, options = model_of(folder), [], GRID_FORMS[form]
     for tokens in GRID_T:
         for kv in GRID_KV:
-            step = Step(sizes={"T": tokens, "KV": kv, "WV": min(kv, 32 * ((128 + tokens) // 32))})
-            graph = model.build(step)
-            estimate = model.node_estimate(Step(sizes={"T": tokens, "KV": kv, "WV": min(kv, 32 * ((128 + tokens) // 32))}))
-            assert len(graph.nodes) <= estimate <= 4 * len(graph.nodes) + 65536
+            window = min(kv, 32 * ((128 + tokens) // 32))
+            sizes = {"T": tokens, "KV": kv, "WV": kv if form == "full" else window, "KVW": window}
+            graph = model.build(Step(options, sizes))
+            estimate = model.node_estimate(Step(options, sizes))
+            assert len(graph.nodes) <= estimate <= 4 * len(graph.nodes) + 64
             found = [n for n in graph.find("get_rows") if n.name.endswith(".k.gathered")]
             gathers += [(tokens, evaluate(n.type.ne[1], {"T": tokens})) for n in found]
     assert all(rows <= openpangu_plan.GATHER_ROWS for _, rows in gathers)
-    assert {1, 14} <= {tokens for tokens, _ in gathers} and (folder == SWA or max(gathers)[0] == 2048)
+    if folder == DENSE:
+        assert not gathers
+    elif not options:
+        assert {1, 14} <= {tokens for tokens, _ in gathers} and (folder == SWA or max(gathers)[0] == 2048)
+
+
+@pytest.mark.parametrize("rows", [(64, 96), (96, 64)])
+def test_another_view_of_a_window_is_another_graph(rows: tuple[int, int]) -> None:  # S111
+    """Of two steps with equal tokens and cells: whether the view is smaller than the cache, and its rows where blocks depend on them."""
+    model = model_of(SWA)
+    first, second = (Step({}, {"T": 1, "KV": 96, "WV": n}) for n in rows)
+    assert model.build(first).analysis["observations"]["WV < KV"] == (rows[0] < 96)
+    assert second.matches(first.observations) == [f"WV < KV: {rows[0] < 96} -> {rows[1] < 96}"]
+    assert first.matches(first.observations) == []
+    long, other = (Step({}, {"T": 2048, "KV": 32768, "WV": n}) for n in (2176, 2208))
+    model.build(long)
+    assert other.matches(long.observations) == ["WV: 2176 -> 2208"]
 
 
 @pytest.mark.parametrize("options", [{}, {"swa_compress": True}, {"type_k": "f32", "idx_type_k": "bf16"}])
