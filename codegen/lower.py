@@ -144,8 +144,8 @@ class Lowering:
         return at, fixed(where.nb[1]) if len(where.nb) > 1 else fixed(where.ne[0]), count
 
     def result(self, node: Node) -> Ref:
-        """Fresh storage for the result of ``node``: the output buffer if it is an output."""
-        if node in self.output_of and node not in self.storage:
+        """Fresh storage for the result of ``node``: the output buffer if it is an output of f32 or i32; other types are copied there."""
+        if node in self.output_of and node not in self.storage and node.dtype in ("f32", "i32"):
             at = Ref("output", self.output_of[node])
         else:
             at = self.schedule.new_value(form(node.type.nbytes), node.name)

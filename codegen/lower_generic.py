@@ -10,7 +10,7 @@ from ggufc.codegen.kernels import elementwise, matmul, quantize, rope, rowwise, 
 from ggufc.codegen.kernels.matmul_product import rows_argument
 from ggufc.codegen.kernels.strided import Strided, contiguous
 from ggufc.codegen.lower_hyper import HYPER_OPERANDS, HYPER_RULES
-from ggufc.codegen.lower_operands import Emit, contiguous_copy, item_bytes, launch, refuse_holes, rope_table, strided
+from ggufc.codegen.lower_operands import Emit, contiguous_copy, item_bytes, launch, refuse_holes, rope_table, stored_blocks, strided
 from ggufc.codegen.lower_pointwise import POINTWISE, pointwise, same_storage
 from ggufc.codegen.lower_routing import ROUTING_OPERANDS, ROUTING_RULES
 from ggufc.codegen.lower_sparse import SPARSE_OPERANDS, SPARSE_RULES
@@ -18,7 +18,7 @@ from ggufc.codegen.lower_stacked import stacked_product
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, integer, rows_grid
 from ggufc.codegen.weights import activation_mode, q8_record
 from ggufc.formats.ggml_types import row_bytes
-from ggufc.ir.dims import Dim, product
+from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import contiguous_nb, layout
 
@@ -76,6 +76,9 @@ def _cpy(low: Lowering, node: Node) -> None:
 
 def _concat(low: Lowering, node: Node) -> None:
     dim = node.attrs["dim"]
+    if node.type.quantised:
+        _concat_blocks(low, node, dim)
+        return
     nb = contiguous_nb(node.type.ne4)
     out = low.result(node)
     start: Any = 0
@@ -86,6 +89,23 @@ def _concat(low: Lowering, node: Node) -> None:
         where = out.at(item_bytes(node) * start) if isinstance(start, int) else out
         launch(low, elementwise.Copy(source, target), (at, where), (1,), node)
         start = start + nb[dim] * ne[dim]
+
+
+def _concat_blocks(low: Lowering, node: Node, dim: int) -> None:
+    """Blocks are appended as they lie in memory, two bytes at a time, so that nothing is rounded again. Rows are whole blocks, so that they
+    follow each other along dimension 0, too.
+    """
+    parts = [stored_blocks(low, operand) for operand in node.operands]
+    out, ne = low.result(node), list(parts[0][1])
+    ne[dim] = parts[0][1][dim] + parts[1][1][dim]
+    nb = contiguous_nb(tuple(ne))
+    start: IntDim = 0
+    for at, size in parts:
+        moved = product(size) * 4
+        target = Strided("f16", size, nb, 0 if isinstance(start, int) else start)
+        where = out.at(2 * start) if isinstance(start, int) else out
+        launch(low, elementwise.Copy(contiguous("f16", size), target), (at, where), (1,), node, moved=moved)
+        start = start + nb[dim] * size[dim]
 
 
 def _soft_max(low: Lowering, node: Node) -> None:

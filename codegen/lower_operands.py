@@ -16,10 +16,10 @@ from ggufc.codegen.kernels.elementwise import Copy
 from ggufc.codegen.kernels.strided import Grid, Strided, contiguous
 from ggufc.codegen.schedule import NULL, Ref, Step, fixed, form, rows_grid
 from ggufc.formats.abi import PARAMS
+from ggufc.formats.ggml_types import row_bytes
 from ggufc.ir.dims import Dim, IntDim, product
 from ggufc.ir.graph import Node
 from ggufc.ir.layout import layout
-from ggufc.ir.ops.cache import is_version
 
 if TYPE_CHECKING:
     from ggufc.codegen.lower import Lowering
@@ -52,23 +52,44 @@ def strided(low: Lowering, node: Node) -> tuple[Ref, Strided]:
     where = layout(node)
     dtype = stored_dtype(where.root)
     base = low.root_ref(where.root)
-    if dtype in BLOCKS and is_version(where.root):
+    if dtype in BLOCKS and where.root.op.name != "weight":
         base, dtype = _decoded(low, where.root), "f32"
     if isinstance(where.offset, Dim):
         return base, Strided(dtype, where.ne, where.nb, where.offset)
     return base.at(where.offset * SIZES.get(dtype, 4)), Strided(dtype, where.ne, where.nb)
 
 
-def _decoded(low: Lowering, version: Node) -> Ref:
-    """A cache of blocks as f32, once per version: only unfused graphs look at blocks across rows."""
-    key = (version, 0, "decoded")
+def _decoded(low: Lowering, root: Node) -> Ref:
+    """A tensor of blocks, most of all a cache, as f32, once per version: only unfused graphs look at blocks across rows."""
+    key = (root, 0, "decoded")
     if key not in low.rounded:
-        row, cells = fixed(version.ne[0]), version.ne[1]
-        out = low.schedule.new_value(form(version.type.numel, 4), f"{version.name} (f32)")
-        sym, mult = rows_grid([cells])
-        low.emit(Step(decode.DecodeRows(row, version.dtype), (low.root_ref(version), out), (1,), version.name, sym, 1, mult))
+        rows = product(root.ne[1:])
+        if isinstance(rows, Dim) and (len(rows.terms) != 1 or len(rows.terms[0][0]) != 1):
+            raise CodegenError(
+                f"node {root.name!r}: {rows} rows of {root.dtype} have no kernel that decodes them; rows must be counted by one symbol"
+            )
+        out = low.schedule.new_value(form(root.type.numel, 4), f"{root.name} (f32)")
+        sym, mult = rows_grid([rows])
+        low.emit(Step(decode.DecodeRows(fixed(root.ne[0]), root.dtype), (low.root_ref(root), out), (1,), root.name, sym, 1, mult))
         low.rounded[key] = out
     return low.rounded[key]
+
+
+def stored_blocks(low: Lowering, node: Node) -> tuple[Ref, tuple[IntDim, ...]]:
+    """Address of a whole tensor of blocks as it lies in memory, and its shape in words of two bytes (blocks have an even number of bytes).
+
+    CodegenError for types whose blocks no kernel moves, and for weights, which are stored in the forms products read.
+    """
+    if node.dtype not in BLOCKS:
+        raise CodegenError(f"node {node.name!r}: {node.dtype} data has no kernel that moves its blocks; known are {', '.join(BLOCKS)}")
+    root = layout(node).root
+    if root.op.name == "weight":
+        raise CodegenError(
+            f"tensor {root.attrs['tensor'] or root.name}: a {node.dtype} weight is stored as products read it, so its blocks cannot be "
+            "joined with what each step computes; join weights with weights (pass hoist), or store it as f16"
+        )
+    ne = node.type.ne4
+    return low.root_ref(root), (row_bytes(node.dtype, fixed(ne[0])) // 2, *ne[1:])
 
 
 def contiguous_copy(low: Lowering, node: Node) -> Ref:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggufc.formats.ggml_types import TYPES
 from ggufc.ir.dims import IntDim
 from ggufc.ir.errors import IRError
 from ggufc.ir.ops.base import Attr, Call, Op, Operand, register, repeat_to, repeats_to
@@ -74,6 +75,8 @@ class Concat(Op):
         rank = max(a.rank, b.rank, dim + 1)
         if a.dtype != b.dtype or any(a.ne4[i] != b.ne4[i] for i in range(4) if i != dim):
             raise IRError(f"concat: {a} and {b} must agree in dtype and in all dimensions but {dim}.")
+        if dim == 0 and TYPES[a.dtype].row_header:
+            raise IRError(f"concat: a row of {a.dtype} begins with a scale of its own, so {a} and {b} cannot be joined along dimension 0.")
         ne = list(a.ne4[:rank])
         ne[dim] = a.ne4[dim] + b.ne4[dim]
         return TensorType(a.dtype, tuple(ne))
