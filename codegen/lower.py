@@ -230,7 +230,8 @@ class Lowering:
         dv, groups = fixed(node.ne[0]), int(a["n_head_kv"])
         values = layout(v)
         offset = fixed(values.offset)
-        shared = values.root is layout(k).root and values.nb == (1, d * groups) and (offset != 0 or dv != d)
+        # Values within the keys' rows, or those rows themselves: a cache that is storage alone.
+        shared = groups == 1 and values.root is layout(k).root and values.nb == (1, d)
         if not shared and not (offset == 0 and values.contiguous):
             raise CodegenError(f"node {node.name!r}: values that are a view of another cache than the keys' have no kernel")
         if offset % TYPES[v.dtype].block:

@@ -56,6 +56,13 @@ def test_values_within_the_rows_of_the_keys(dtype, offset, bytes_):
     assert whole.bytes == {"R": 96 * (2 if dtype == "f16" else 34 / 32)}
 
 
+def test_keys_that_are_the_values_are_read_as_they_are():
+    """One cache for both is storage alone, whatever its type: nothing is rounded to meet it, and its rows are read once."""
+    _, whole, args = steps(attention("q8_0", values=D))
+    assert whole.spec == FlashAttn(D, D, HEADS, 1, "q8_0", "q8_0", 0.1, shared=True)
+    assert args["v"] == args["k"] and whole.bytes == {"R": 96 * 34 / 32}
+
+
 def test_sinks():
     _, whole, args = steps(attention(sinks=True))
     assert whole.spec.sinks and (args["sinks"].kind, args["sinks"].name) == ("weight", "sinks")
