@@ -20,6 +20,7 @@ from ggufc.formats.artifact import Cache, Kernel, Manifest
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir.dims import parse_dim
 from ggufc.models.model import Model
+from ggufc.models.step import checked
 from ggufc.passes.fusion_counts import fusion_counts
 from ggufc.passes.split_heads import ANALYSIS as SPLIT_HEADS
 from ggufc.passes.split_heads import REST
@@ -85,7 +86,7 @@ def make_manifest(
         options={
             "target": options.target,
             "pipeline": options.pipeline or "default",
-            **{f"builder.{name}": repr(value) for name, value in options.effective().items()},
+            **{f"builder.{name}": repr(value) for name, value in checked(options.effective()).items()},
             **({"keep": options.keep} if options.keep else {}),
         },
     )

@@ -128,7 +128,7 @@ def artifact_for(
     options |= {f"builder.{key}": repr(value) for key, value in builder.items()}
     if keep:
         options["keep"] = keep
-    if "native" in split_target(target)[0].split(","):
+    if _is_native(target):
         from ggufc.runtime.cpuinfo import host_features
 
         options["host"] = ",".join(sorted(host_features()))
@@ -138,33 +138,60 @@ def artifact_for(
         return known
     # A file that calls itself an artifact is checked once, when the session opens it.
     if path.suffix == cache.SUFFIX or is_artifact(path):
-        _check_options(path, split_target(target)[0], {"k": type_k, "v": type_v}, builder)
+        _check_options(path, target, {"k": type_k, "v": type_v}, builder)
         return path
     return _fetch(path, options, builder, jobs, say, progress)
 
 
+def _is_native(target: str) -> bool:
+    """Whether a target text means the CPU it is read on: ``native``, or nothing but what is asked of any CPU."""
+    items = {item.strip() for item in split_target(target)[0].split(",")} - {"fast-prefill"}
+    return not items or "native" in items
+
+
 def _check_options(artifact: Path, target: str, types: Mapping[str, str | None], builder: Mapping[str, int | bool | str]) -> None:
-    native = "native" in target.split(",")
+    target, gpus = split_target(target)
+    if gpus:
+        from ggufc.codegen.nvptx.target import resolve as resolve_gpu
+
+        for item in gpus:
+            resolve_gpu(item)
+    native = target == "native"
     if native and not any(types.values()) and not builder:
         return
     from ggufc.codegen.cpu.target import resolve
-    from ggufc.models.step import OPTIONS
+    from ggufc.models.step import OPTIONS, checked
     from ggufc.runtime import Artifact
 
+    # A name that exists nowhere is not what the model should be compiled again with.
+    wanted_types = checked({f"type_{part}": dtype for part, dtype in types.items() if dtype})
+    builder = checked(builder)
+    features = None if native else set(resolve(target).features)
     with Artifact.open(artifact) as opened:
         manifest = opened.manifest
-    if not native and set(resolve(target).features) != set(manifest.features):
+    if features is not None and features != set(manifest.features):
         raise DriverError(f"{artifact} holds code for {manifest.level}, not {target}; compile the model again with --target {target}")
-    have = {"k": manifest.type_k, "v": manifest.type_v}
-    for part, dtype in types.items():
-        if dtype and dtype != have[part]:
+    have = {"type_k": manifest.type_k, "type_v": manifest.type_v}
+    for option, dtype in wanted_types.items():
+        if dtype != have[option]:
+            part = option.removeprefix("type_")
             raise DriverError(
-                f"{artifact} has a {have[part]} {part.upper()} cache, not {dtype}; compile the model again with -ct{part} {dtype}"
+                f"{artifact} has a {have[option]} {part.upper()} cache, not {dtype}; compile the model again with -ct{part} {dtype}"
             )
     for name, value in builder.items():
         compiled = manifest.options.get(f"builder.{name}", repr(OPTIONS.get(name)))
         if compiled != repr(value):
-            raise DriverError(f"{artifact} was compiled with builder option {name!r} {compiled}, not {value!r}; compile the model again")
+            raise DriverError(
+                f"{artifact} was compiled with builder option {name!r} {_option_words(name, compiled)}, not "
+                f"{_option_words(name, repr(value))}; compile the model again to change it"
+            )
+
+
+def _option_words(name: str, value: str) -> str:
+    """The ``repr`` of a builder option's value as a user would say it."""
+    if name == "dsa_top_k" and value == "0":
+        return "as the model says"
+    return {"True": "on", "False": "off", "''": "unset"}.get(value, value.strip("'"))
 
 
 def load(

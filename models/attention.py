@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from ggufc.formats.ggml_types import TYPES
 from ggufc.ir import Node, TensorType
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
+from ggufc.models.cache_types import deciding_option
 from ggufc.models.caches import CacheInfo, layer_caches, rope_factors
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams, LayerParams
@@ -130,13 +131,13 @@ def store(b: Builder, rows: Node, i: int, part: str) -> Node:
     info = layer_cache(b, i, part)
     if info.head_dim % TYPES[info.dtype].block:
         raise ModelError(
-            f"builder option 'type_{part}': heads of {info.head_dim} values are no whole {info.dtype} blocks of {TYPES[info.dtype].block}; "
-            "choose f16"
+            f"builder option {deciding_option(b.step, part, i, b.hp.n_layer)!r}: heads of {info.head_dim} values are no whole {info.dtype} "
+            f"blocks of {TYPES[info.dtype].block}; choose f16"
         )
     if part == "v" and TYPES[info.dtype].block > 1 and not b.step.observe("flash_attn"):
         raise ModelError(
-            f"builder option 'type_v': without flash attention values are read column by column, which {info.dtype} cannot be; choose "
-            "f16, or leave flash_attn on"
+            f"builder option {deciding_option(b.step, 'v', i, b.hp.n_layer)!r}: without flash attention values are read column by "
+            f"column, which {info.dtype} cannot be; choose f16, or leave flash_attn on"
         )
     cache = b.graph.cache(info.name, TensorType(info.dtype, (info.width, b.step.C)))
     return b.add("set_rows", cache, transformed(b, rows, info.hadamard), b.kv_slots, name=f"{info.name}.store")

@@ -44,11 +44,22 @@ def override(option: str, text: str) -> tuple[str, int]:
 
 def layer_type(step: Step, part: str, i: int, n_layer: int) -> str:
     """The dtype of the cache ``part`` (``k`` or ``v``) of layer ``i`` of ``n_layer``."""
+    return _chosen(step, part, i, n_layer)[1]
+
+
+def deciding_option(step: Step, part: str, i: int, n_layer: int) -> str:
+    """The option that decided ``layer_type``, for messages about it."""
+    return _chosen(step, part, i, n_layer)[0]
+
+
+def _chosen(step: Step, part: str, i: int, n_layer: int) -> tuple[str, str]:
     first, n_first = override(f"type_{part}_first", str(step.observe(f"type_{part}_first")))
     last, n_last = override(f"type_{part}_last", str(step.observe(f"type_{part}_last")))
     if i < n_first:
-        return first
-    return last if i >= n_layer - n_last else str(step.observe(f"type_{part}"))
+        return f"type_{part}_first", first
+    if i >= n_layer - n_last:
+        return f"type_{part}_last", last
+    return f"type_{part}", str(step.observe(f"type_{part}"))
 
 
 def hadamard_block(n: int) -> int:

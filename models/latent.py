@@ -37,6 +37,7 @@ from ggufc.models.attention import (
     weighted_values,
 )
 from ggufc.models.blocks import LINEAR_NODES, NORM_NODES, Builder
+from ggufc.models.cache_types import deciding_option
 from ggufc.models.caches import absorbed
 from ggufc.models.errors import ModelError
 from ggufc.models.hparams import HParams, LatentParams
@@ -143,8 +144,8 @@ def _absorbed(b: Builder, q_nope: Node, q_rope: Node, c: Node, kp: Node, i: int,
     block = TYPES[keys.dtype].block
     if m.rank % block or m.n_rot % block:
         raise ModelError(
-            f"builder option 'type_k': a latent of {m.rank} values and {m.n_rot} rotated ones are no whole {keys.dtype} blocks of {block}; "
-            "choose f16"
+            f"builder option {deciding_option(step, 'k', i, b.hp.n_layer)!r}: a latent of {m.rank} values and {m.n_rot} rotated ones are "
+            f"no whole {keys.dtype} blocks of {block}; choose f16"
         )
     q_nope = b.add("permute", q_nope, name=f"{name}.attn_q_nope.permuted", axes=(0, 2, 1, 3))
     q_abs = b.add("mul_mat", _key_matrices(b, i), q_nope, name=f"{name}.attn_q_absorbed")

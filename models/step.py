@@ -76,8 +76,7 @@ class Step:
 
     def __init__(self, options: Mapping[str, Value] | None = None, sizes: Mapping[str, int] | None = None) -> None:
         self._values: dict[str, Value] = dict(OPTIONS)
-        for name, value in (options or {}).items():
-            self._values[name] = _checked(name, value)
+        self._values.update(checked(options or {}))
         self._values.update(sizes or {})
         self._observations: dict[str, Value] = {}
 
@@ -133,6 +132,11 @@ class Step:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"the builder asks whether {predicate!r}, but this step has no number {text!r}; give it in sizes")
         return value
+
+
+def checked(options: Mapping[str, Value]) -> dict[str, Value]:
+    """Builder options as a step holds them: two texts for the same thing become one. ``ModelError`` names what does not exist."""
+    return {name: _checked(name, value) for name, value in options.items()}
 
 
 def _checked(name: str, value: Value) -> Value:

@@ -152,11 +152,17 @@ def resolve(text: str = "native") -> Target:
         return _at_level(strongest_level(host_features()))
     have = frozenset(part.strip().lstrip("+") for part in text.split(",") if part.strip())
     known = {f for features in LEVELS.values() for f in features}
-    unknown = sorted(have - known)
+    unknown = sorted(have - known - {*LEVELS, "native"})
     if unknown or not have:
+        what = f"names {' and '.join(unknown)}, unknown here" if have else "is empty"
         raise CodegenError(
-            f"--target {text!r}: unknown {'feature ' + ', '.join(unknown) if unknown else 'target'}; "
-            f"use native, a level ({', '.join(LEVELS)}) or a list of features ({', '.join(sorted(known))})"
+            f"--target {text!r} {what}; use native, a level ({', '.join(LEVELS)}) or a list of features such as avx2,fma (`ggufc doctor` "
+            "lists those of this machine)"
+        )
+    if whole := sorted(have - known):
+        raise CodegenError(
+            f"--target {text!r}: {whole[0]} says everything about a CPU and stands alone (only {FAST_PREFILL} and cuda items may follow); "
+            "name one level, or features only"
         )
     arm = have & {f for features in ARM_LEVELS.values() for f in features}
     if arm and have != arm:

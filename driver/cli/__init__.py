@@ -8,7 +8,6 @@ is the list of commands and their one-line help. ``failures`` turns errors into 
 from __future__ import annotations
 
 import importlib
-import sys
 
 import click
 
@@ -57,10 +56,3 @@ def cli(debug: bool) -> None:
 
     MODEL is a .gguf file, a compiled artifact, an alias (smollm2, gemma3-270m), hf:ORG/REPO[:FILE] or an http(s) address.
     """
-
-
-def main() -> None:
-    """Entry point of the ``ggufc`` script and of ``python -m ggufc``."""
-    from ggufc.cli.failures import run
-
-    sys.exit(run(cli, sys.argv[1:]))

@@ -23,8 +23,11 @@ from ggufc.formats.errors import GgufcError
 OK, DEFECT, ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 
-def run(command: click.Command, arguments: Sequence[str]) -> int:
-    """Run ``command`` and return the exit code; nothing escapes except tracebacks asked for with ``--debug``."""
+def run(command: click.Command, arguments: Sequence[str], interruptible: bool = False) -> int:
+    """Run ``command`` and return the exit code; nothing escapes except tracebacks asked for with ``--debug``.
+
+    ``interruptible``: an interrupt becomes an exception from here on, whatever it did while the program loaded.
+    """
     _open_closed_streams()
     stdout = sys.stdout
     debug = "--debug" in arguments[:1]
@@ -32,6 +35,8 @@ def run(command: click.Command, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     warnings.showwarning = _note
     try:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         result = command.main(list(arguments), prog_name="ggufc", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else OK

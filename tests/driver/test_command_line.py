@@ -234,6 +234,20 @@ def test_signals_leave_no_partial_file(tmp_path: Path, number: signal.Signals, c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("inherited", "code", "out"), [("default_int_handler", 130, b""), ("SIG_IGN", 0, b"ggufc, version")])
+def test_an_interrupt_while_modules_load_prints_no_traceback(inherited: str, code: int, out: bytes) -> None:
+    script = (
+        "import os, signal, sys; from ggufc import __main__\n"
+        "class Interrupt:\n"
+        "    def find_spec(name, *rest):\n"
+        "        if name == 'click': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt); sys.argv = ['ggufc', '--version']\n"
+        f"signal.signal(signal.SIGINT, signal.{inherited}); __main__.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert (done.returncode, done.stdout[:14], done.stderr) == (code, out, b"interrupted\n" if code else b"")
+
+
 def test_closed_streams(tmp_path: Path) -> None:
     (graph := tmp_path / "g.ggir").write_text("graph @g(T) {\n}\n")
 

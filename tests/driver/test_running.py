@@ -216,12 +216,29 @@ def test_cache_options_are_part_of_the_artifact(invoke, text_model: Path, tmp_pa
     assert "note: the K cache is not rotated (-khad): it only helps quantised types, and this one is f16" in made.stderr
     assert "K f16, V bf16 x 1 + f16 x 1" in invoke("inspect", output).stdout
     invoke("run", output, "-p", "a", "-n", 1, "-khad", "-ctv-first", "bf16,1")
-    with pytest.raises(DriverError, match=r"compiled with builder option 'type_v_first' 'bf16,1', not 'bf16,2'"):
+    with pytest.raises(DriverError, match=r"compiled with builder option 'type_v_first' bf16,1, not bf16,2"):
         invoke("run", output, "-p", "a", "-n", 1, "-ctv-first", "bf16,2")
-    with pytest.raises(DriverError, match=r"compiled with builder option 'v_hadamard' False, not True"):
+    with pytest.raises(DriverError, match=r"compiled with builder option 'v_hadamard' off, not on"):
         invoke("run", output, "-p", "a", "-n", 1, "-vhad")
     with pytest.raises(ggufc.GgufcError, match=r"'type_k_first' is 'q2_k,1'; give a cache type and a number of layers"):
         invoke("compile", text_model, "-o", tmp_path / "no.ggufc", "-ctk-first", "q2_k,1")
+    with pytest.raises(ggufc.GgufcError, match=r"option 'type_v_last': heads of 16 values are no whole q8_0 blocks of 32"):
+        invoke("compile", text_model, "-o", tmp_path / "no.ggufc", "-ctv-last", "q8_0,1")
+
+
+def test_an_artifact_is_asked_for_what_exists(invoke, artifact: Path) -> None:
+    """A name that exists nowhere is not something to compile the model again with; two spellings of one value are no difference."""
+    for arguments, message in (
+        (("-ctk", "zz"), "a cache of type 'zz' is not supported; choose one of f32, f16"),
+        (("-ctik", "q9"), "'idx_type_k': a cache of type 'q9' is not supported"),
+        (("-ctk-first", "q8_0"), "give a cache type and a number of layers"),
+        (("--target", "native,foo"), r"--target 'native,foo' names foo, unknown here; use native, a level"),
+        (("--target", "native,x86-64"), "native says everything about a CPU and stands alone"),
+        (("--target", "native,cuda:sm_11"), "unknown GPU architecture; use one of cuda:sm_80"),
+    ):
+        with pytest.raises(ggufc.GgufcError, match=message):
+            invoke("run", artifact, "-p", "a", "-n", 1, *arguments)
+    invoke("run", artifact, "-p", "a", "-n", 1, "--dsa-top-k", -1, "--mla", 3)
 
 
 def test_inspect_says_which_graphs_could_be_reused(invoke, artifact: Path, text_model: Path) -> None:
