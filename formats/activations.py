@@ -65,7 +65,7 @@ def round_activations(x: np.ndarray, mode: str) -> np.ndarray:
 def _blocks(x: np.ndarray, length: int) -> np.ndarray:
     if x.shape[-1] % length:
         raise GGUFError(f"activation rows of {x.shape[-1]} values cannot be rounded in blocks of {length}")
-    return np.ascontiguousarray(x, np.float32).reshape(*x.shape[:-1], -1, length)
+    return np.ascontiguousarray(x, np.float32).reshape(*x.shape[:-1], x.shape[-1] // length, length)
 
 
 def _finite(a: np.float32, b: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ggufc.formats.activations import round_bf16, round_q8_2, round_q8_k
+from ggufc.formats.activations import round_activations, round_bf16, round_q8_2, round_q8_k
 from ggufc.formats.errors import GGUFError
 from ggufc.formats.ggml_types import TYPES, row_bytes
 from ggufc.formats.quants import dequantize, quantize
@@ -129,3 +129,9 @@ def test_zero_activations_give_zero_scales():
         assert not qs.any() and not d.any()
     with pytest.raises(GGUFError, match="blocks of 256"):
         round_q8_k(np.zeros((1, 32), np.float32))
+
+
+@pytest.mark.parametrize("mode", ["q8_2", "q8_k", "bf16", "f32"])
+def test_no_rows_round_to_no_rows(mode: str):
+    """A micro-batch whose logits nobody wants multiplies the output weights with nothing."""
+    assert round_activations(np.zeros((2, 0, 256), np.float32), mode).shape == (2, 0, 256)
