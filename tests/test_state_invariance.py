@@ -208,7 +208,7 @@ def test_a_token_then_single_steps_reuse_the_graph(artifact, reference):  # S109
 def test_cleared_and_removed_sequences_start_anew(artifact, reference):  # S44
     tokens = tokens_of(artifact)
     with session(artifact, n_ubatch=32) as s:
-        for forget in (lambda: s.seq_rm(0), s.reset):
+        for forget in (lambda: s.seq_rm(0), s.reset, *((lambda: s.seq_keep(1),) if s.n_seq_max > 1 else ())):
             s.decode(tokens[20:111])
             forget()
             assert np.array_equal(s.decode(tokens[:50], logits="all"), reference[:50])
@@ -235,6 +235,7 @@ def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, r
         calls = {
             "cannot be copied": lambda: s.seq_cp(0, 1) if s.n_seq_max > 1 else s.states.refuse_copy(),
             "positions cannot be moved": lambda: s.seq_add(0, 0, -1, 3),
+            "positions cannot be moved: keys": lambda: s.seq_div(0, 0, -1, 2),
             "cannot be moved": s.shift_context,
             "from the middle": lambda: s.seq_rm(0, 3, 5),
             r"position \d+ of sequence 0 is next": lambda: s.decode([5], [148]),

@@ -113,3 +113,26 @@ def test_fused_code_equals_unfused_code(name: str, seed: int, tmp_path: Path) ->
             continue
         assert np.isfinite(values).all() and np.abs(values).max() > 1e-3
         np.testing.assert_allclose(values, want[key], rtol=tolerance, atol=tolerance * float(np.abs(want[key]).max()))
+
+
+def test_equal_scores_fall_to_the_first_or_the_last_rows(tmp_path: Path) -> None:  # S63, S64
+    """Without weights of heads all scores are zero: the graph's rule of ties alone chooses, and compiled choices obey it."""
+    forms, arguments = {}, {}
+    for ties in ("lowest", "highest"):
+        graph = test_passes_sparse.Sparse(d=32, heads=3, k=4, sinks=False, ties=ties, row=32, rank=16).g
+        weights, inputs, caches, env = test_passes_sparse.arguments(graph, 6)
+        inputs["embd"][:, 96:99] = 0
+        arguments[ties] = weights, inputs, caches, env
+        forms[ties] = graph.clone()
+        PassManager.parse("canonicalize,fuse-sum-rows-ext,fuse-indexer-topk,fuse-attention,cse,hoist,cse,dce").run(forms[ties])
+        (choice,) = forms[ties].find("indexer_topk")
+        forms[ties].outputs["chosen"] = choice
+    artifact = compile_graphs(forms, {}, tmp_path)
+    found = {ties: run(artifact, ties, arguments[ties]) for ties in forms}
+    _, inputs, _, _ = arguments["lowest"]
+    for t, (base, lo, hi) in enumerate(inputs["visible"]):
+        seen = np.sort(inputs["kv_cells"][base + lo : base + hi]).tolist()
+        for ties, best in (("lowest", seen[:4]), ("highest", seen[-4:])):
+            row = found[ties]["chosen"].view(np.int32).reshape(-1, 4)[t]
+            assert sorted(c for c in row.tolist() if c >= 0) == best, (ties, t)
+    assert not np.array_equal(found["lowest"]["y"], found["highest"]["y"])
