@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,18 @@ def write_artifact(
     size = 32 * (len(digests) + len(weights))
     writer.add_tensor(fmt.DIGESTS_TENSOR, (size,), "i8", lambda: [np.frombuffer(b"".join(d.digest() for d in digests), np.uint8)])
     writer.finish()
+
+
+def require_space(output: Path, weights: list[StoredWeight]) -> None:
+    """Refuse, before code is generated, an artifact that the disk cannot hold: its weights are known, and most of it. CodegenError."""
+    needed = sum(map(stored_bytes, weights))
+    folder = output.absolute().parent
+    free = shutil.disk_usage(folder).free if folder.is_dir() else needed
+    if free < needed:
+        raise CodegenError(
+            f"the weights of {output.name} take {needed / 2**20:.1f} MiB, but only {free / 2**20:.1f} MiB are free in {folder}; free "
+            "space or choose another folder (GGUFC_CACHE names the cache)"
+        )
 
 
 def stored_bytes(weight: StoredWeight) -> int:

@@ -32,7 +32,7 @@ def compile_here(
 ) -> CompileReport:
     """Compile in this process; ``progress(phase, done, total)``. ``before_writing`` is called before any file is made."""
     from ggufc.codegen import frontend
-    from ggufc.codegen.artifact_writer import write_artifact
+    from ggufc.codegen.artifact_writer import require_space, write_artifact
     from ggufc.codegen.kernel_build import build_image
     from ggufc.codegen.manifest import make_manifest
     from ggufc.ir import print_graph
@@ -49,13 +49,14 @@ def compile_here(
         target = frontend.target_of(options)
         say("graph", 0, 1)
         compilations = frontend.compile_graphs(model, options)
+        weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
+        require_space(output, [weight for _, weight in weights.values()])
         specs = list(dict.fromkeys(spec for c in compilations for spec in c.schedule.kernels()))
         lap("graph")
         jobs = min(options.jobs or 2, len(os.sched_getaffinity(0)), len(specs))
         image, kernels = build_image(specs, target, jobs, lambda done, total: say("kernels", done, total))
         lap("kernels")
         manifest = make_manifest(gguf, model, options, target, compilations, specs, kernels, image)
-        weights = {w.name: (c.weights, w) for c in compilations for w in c.weights.stored.values()}
         graphs = {c.name: print_graph(c.graph) for c in compilations}
         ptx = _gpu_code([c.schedule for c in compilations], options.target, say)
         before_writing()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggufc.errors import DriverError
 from ggufc.files import size_words
+from ggufc.machine import memory
 
 if TYPE_CHECKING:
     from ggufc.runtime import Session
@@ -58,6 +59,23 @@ def tests(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Iterable[int] 
 def context_for(chosen: Sequence[Test]) -> int:
     """Cells the longest test needs."""
     return max(test.n_depth + test.tokens for test in chosen)
+
+
+def require_memory(session: Session) -> None:
+    """Refuse tests whose caches the machine cannot hold: memory is taken as cells are filled, so that the system would end the process
+    after minutes of reading. DriverError.
+    """
+    from ggufc.runtime.executor import Executor
+
+    machine = memory()
+    if machine is None or not isinstance(session.executor, Executor):
+        return
+    caches, activations = session.executor.buffers.size, session.executor.arena_bytes
+    if caches + activations > machine[1]:
+        raise DriverError(
+            f"{session.n_ctx} cells need {size_words(caches)} for caches and {size_words(activations)} for activations, but only "
+            f"{size_words(machine[1])} of memory are available; use a smaller -p, -n or -d, or smaller cache types (-ctk q8_0 -ctv q8_0)"
+        )
 
 
 def rewind(session: Session, test: Test, n_batch: int, again: bool = False) -> None:

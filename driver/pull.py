@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ggufc import cache
 from ggufc.errors import DriverError
-from ggufc.files import CHUNK, Progress, replacing, require_space, sha256_file, size_words
+from ggufc.files import CHUNK, Progress, replacing, require_space, require_writable, sha256_file, size_words
 from ggufc.registry import ALIASES, Alias, Piece
 from ggufc.runtime.paths import models_dir
 
@@ -63,6 +63,8 @@ def pull(reference: str, output: Path | None = None, *, sha256: str = "", progre
     # Imported here: HTTP takes longer to import than a model that is present takes to open.
     from ggufc.download import check_digest_text, download, file_name
 
+    if output is not None and not output.is_dir():
+        require_writable(output)
     if reference in ALIASES:
         alias = ALIASES[reference]
         if sha256 and check_digest_text(sha256) != alias.sha256:

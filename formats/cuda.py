@@ -22,9 +22,17 @@ PTX_VERSIONS = {"sm_80": 70, "sm_86": 71, "sm_89": 78, "sm_90": 78, "sm_100": 86
 """Architecture -> the PTX version its code is written in: the oldest that knows it, so that old drivers can load the code."""
 
 
-def newest_for(capability: int) -> str | None:
-    """The newest architecture whose code a device of ``capability`` (90 for sm_90) runs; None if all are newer."""
-    usable = [name for name in PTX_VERSIONS if int(name.removeprefix("sm_")) <= capability]
+DRIVERS = {70: (11, 0), 71: (11, 1), 78: (11, 8), 86: (12, 7)}
+"""PTX version -> the CUDA version that introduced it; older drivers refuse the code (NVIDIA, PTX ISA, release notes)."""
+
+
+def newest_for(capability: int, driver: tuple[int, ...] = ()) -> str | None:
+    """The newest architecture whose code a device of ``capability`` (90 for sm_90) runs, and, with ``driver``, a driver for that CUDA
+    version loads; None if there is none.
+    """
+    usable = [
+        name for name, ptx in PTX_VERSIONS.items() if int(name.removeprefix("sm_")) <= capability and (not driver or DRIVERS[ptx] <= driver)
+    ]
     return max(usable, key=lambda name: int(name.removeprefix("sm_")), default=None)
 
 

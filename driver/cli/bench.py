@@ -78,6 +78,7 @@ def command(
                 **place.session_options(close=False),
             }
             with Session(artifact, n_threads=count, **settings) as session:
+                benchmark.require_memory(session)
                 facts = _facts(model, session, count, batch_size, ubatch_size, place)
                 for test in chosen:
                     with terminal.progress() as progress:

@@ -12,9 +12,7 @@ from ggufc.cli.flag_names import with_flags
 
 @click.command()
 @options.model
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="The artifact (default: NAME.ggufc here)."
-)
+@click.option("-o", "--output", type=options.output_file, default=None, help="The artifact (default: NAME.ggufc here).")
 @options.build
 @click.option("--passes", default=None, metavar="A,B,...", help="Pass pipeline instead of the default one.")
 @click.option(

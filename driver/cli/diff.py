@@ -42,7 +42,7 @@ _LONGEST_STEP = 512
 @click.option("--follow/--no-follow", default=None, help="Let the interpreter go on with the other side's values (default).")
 @click.option("--tolerance", multiple=True, metavar="[NAME=]X", help="Largest error: of all nodes, or of nodes or operators with a name.")
 @click.option("--names", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON map from names of the tensors to ours.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also store the left side's values in this .npz file.")
+@click.option("--save", type=options.output_file, help="Also store the left side's values in this .npz file.")
 @click.option("-t", "--threads", type=click.IntRange(1, 256), default=None, help="Threads, instead of the case's.")
 @click.option("-ub", "--ubatch-size", type=options.token_count, default=None, help="Micro-batch, instead of the case's.")
 @click.option("--first", is_flag=True, help="Stop after the first step with a difference.")

@@ -86,7 +86,6 @@ def examine() -> tuple[dict[str, object], list[str]]:
 def _cuda() -> dict[str, object]:
     """What running on NVIDIA GPUs would find: driver, devices and the code they take, assembler. Nothing of it is needed on a CPU."""
     from ggufc.files import size_words
-    from ggufc.formats.cuda import newest_for
     from ggufc.formats.errors import GgufcError
     from ggufc.runtime.cuda.device import NO_CUDA
     from ggufc.runtime.cuda.library_device import describe_devices
@@ -97,13 +96,28 @@ def _cuda() -> dict[str, object]:
         return {"cuda": f"not available ({str(why).removeprefix(NO_CUDA)})", "ptxas": _ptxas()}
     found = [
         f"cuda:{i} {d.name}, sm_{d.capability}, {d.multiprocessors} multiprocessors, {size_words(d.memory)} "
-        + (f"(--target native,cuda:{arch})" if (arch := newest_for(d.capability)) else "(too old for ggufc)")
+        + f"({_gpu_code(d.capability, version)})"
         for i, d in enumerate(devices)
     ]
     driver = f"driver for CUDA {version}"
     if not found:
         return {"cuda": f"{driver}, no device visible (CUDA_VISIBLE_DEVICES hides devices)", "ptxas": _ptxas()}
     return {"cuda": "; ".join([driver, *found]), "ptxas": _ptxas()}
+
+
+def _gpu_code(capability: int, driver: str) -> str:
+    """The target for a device, its PTX version, and whether a driver for CUDA ``driver`` (``12.8``) loads that."""
+    from ggufc.formats.cuda import DRIVERS, PTX_VERSIONS, newest_for
+
+    best = newest_for(capability)
+    if best is None:
+        return "too old for ggufc"
+    usable = newest_for(capability, tuple(int(part) for part in driver.split(".")))
+    if usable == best:
+        return f"--target native,cuda:{best}, PTX {PTX_VERSIONS[best] / 10:.1f}"
+    needed = ".".join(str(part) for part in DRIVERS[PTX_VERSIONS[best]])
+    words = f"cuda:{best} is PTX {PTX_VERSIONS[best] / 10:.1f}, which needs a driver for CUDA {needed} or newer"
+    return f"{words}; update it, or --target native,cuda:{usable}" if usable else f"{words}; update it"
 
 
 def _ptxas() -> str:

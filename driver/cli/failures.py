@@ -7,6 +7,7 @@ also exits with 1, after its report, when something differs.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ def run(command: click.Command, arguments: Sequence[str], interruptible: bool = 
     ``interruptible``: an interrupt becomes an exception from here on, whatever it did while the program loaded.
     """
     _open_closed_streams()
+    _buffer_stdout()
     stdout = sys.stdout
     debug = "--debug" in arguments[:1]
     # SIGTERM unwinds like an exception, so that temporary files are removed.
@@ -88,12 +90,24 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))
 
 
+def _buffer_stdout() -> None:
+    """With PYTHONUNBUFFERED, Python hands a text to the system in one call and drops what a nearly full disk did not take; a buffer
+    writes on until all is there or an error says why not.
+    """
+    old = sys.stdout
+    raw = getattr(old, "buffer", None)
+    if old is sys.__stdout__ and isinstance(raw, io.RawIOBase):
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), old.encoding, old.errors, line_buffering=True)
+
+
 def describe(error: BaseException) -> str:
     """The error as a sentence."""
     if isinstance(error, OSError):
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             where = f" ({error.filename})" if error.filename else ""
             return f"the disk is full{where}; free space or choose another folder (GGUFC_CACHE names the cache)"
+        if error.errno == errno.EFBIG:
+            return "the output is larger than files may be here; see `ulimit -f` and the file system's limit"
         if error.errno == errno.EBADF and not error.filename:
             return "stdout is closed, so there is nowhere to write the result to"
         if error.filename and error.strerror:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.argument("case_file", metavar="CASE.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The .npz file to write.")
+@click.option("-o", "--output", type=options.output_file, required=True, help="The .npz file to write.")
 @click.option("-t", "--threads", type=click.IntRange(1, 256), default=None, help="Threads, instead of the case's.")
 @click.option("-ub", "--ubatch-size", type=options.token_count, default=None, help="Micro-batch, instead of the case's.")
 @options.build

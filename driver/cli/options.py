@@ -20,6 +20,20 @@ MOST_TOKENS = 1 << 24
 token_count = click.IntRange(1, MOST_TOKENS)
 
 
+class OutputPath(click.Path):
+    """A file to write, as a ``Path``. One that ends in a slash names a folder, which a ``Path`` would forget; that folder must be there."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.endswith("/") and not Path(value).is_dir():
+            self.fail(f"there is no folder {value}; create it, or choose another file.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+output_file = OutputPath(dir_okay=False, path_type=Path)
+
+
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """One decorator out of several, in reading order."""
 
@@ -216,9 +230,7 @@ predict: Callable[[F], F] = click.option(
     "-n", "--predict", "n_predict", type=click.IntRange(-1), default=-1, help="Most tokens to generate; -1 (default): until the model ends."
 )
 
-output: Callable[[F], F] = click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write here instead of stdout."
-)
+output: Callable[[F], F] = click.option("-o", "--output", type=output_file, default=None, help="Write here instead of stdout.")
 
 
 def sampling_options(given: dict[str, Any]) -> Any:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import click
 
+from ggufc.cli.options import OutputPath
+
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="MODEL...")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="File or folder to put it in (default: the cache).")
+@click.option(
+    "-o", "--output", type=OutputPath(path_type=Path), default=None, help="File or existing folder to put it in (default: the cache)."
+)
 @click.option("--sha256", default="", metavar="DIGEST", help="Refuse a file with another SHA-256.")
 @click.option("--list", "list_aliases", is_flag=True, help="List the aliases and stop.")
 def command(models: tuple[str, ...], output: Path | None, sha256: str, list_aliases: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+from ggufc.codegen import artifact_writer, kernel_build
+from ggufc.codegen.child import compile_here
+from ggufc.codegen.errors import CodegenError
+from ggufc.codegen.options import CompileOptions
 
 MODEL = Path(__file__).parents[1] / "golden" / "llama-gqa-tied" / "model.gguf"
 
@@ -84,3 +90,12 @@ def test_an_interrupted_caller_ends_its_child(tmp_path: Path, monkeypatch: pytes
         compiling.compile_file(MODEL, tmp_path / "x.ggufc", progress=interrupt)
     assert [child.returncode for child in children] == [-signal.SIGTERM]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_code_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(artifact_writer.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(kernel_build, "build_image", lambda *_: pytest.fail("no code may be generated"))
+    with pytest.raises(CodegenError, match=r"the weights of out\.ggufc take \d.* MiB, but only 0\.0 MiB are free in .*; free space or"):
+        compile_here(MODEL, tmp_path / "out.ggufc", CompileOptions())
+    assert not list(tmp_path.iterdir())

@@ -29,6 +29,15 @@ def test_malformed_counts_name_the_option(text: str) -> None:
         benchmark.parse_counts(text, "-p")
 
 
+def test_tests_that_memory_cannot_hold_are_refused_before_they_run(invoke, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "memory", lambda: (1 << 30, 100_000))
+    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("nothing may run"))
+    with pytest.raises(
+        DriverError, match=r"10003 cells need .* for caches and .* for activations, but only 97\.7 KiB of memory are available"
+    ):
+        invoke("bench", artifact, "-p", 0, "-n", 4, "-d", 9999)
+
+
 def test_rows_have_llama_bench_names_and_statistics() -> None:
     row = benchmark.row(benchmark.Test(512, 0), [10**9, 2 * 10**9], FACTS)
     assert row["avg_ns"] == 1.5e9 and row["samples_ts"] == [512.0, 256.0]

@@ -262,6 +262,25 @@ def test_closed_streams(tmp_path: Path) -> None:
     assert shell("nothing.ggir 2>&-") == (2, "", "")
 
 
+def test_a_result_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    """Also where Python writes unbuffered, and would drop what the system did not take at once."""
+    script = (
+        "import sys, click; from ggufc.cli.failures import run\n"
+        "@click.command()\ndef command(): sys.stdout.write('x' * 30000)\n"
+        "sys.exit(run(command, []))"
+    )
+    for unbuffered in ("", "1"):
+        with (tmp_path / "out").open("wb") as out:
+            done = subprocess.run(
+                [sys.executable, "-c", script],
+                stdout=out,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)),
+            )
+        assert done.returncode == 2 and b"larger than files may be here" in done.stderr, done
+
+
 def test_what_is_no_file_is_written_to_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

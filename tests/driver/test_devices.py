@@ -175,7 +175,13 @@ def test_doctor_describes_cuda(invoke, monkeypatch: pytest.MonkeyPatch):
     facts = [DeviceFacts("Big GPU", 90, 80 << 30, 132), DeviceFacts("Old GPU", 70, 16 << 30, 80)]
     monkeypatch.setattr(library_device, "describe_devices", lambda: ("12.8", facts))
     found = json.loads(invoke("doctor", "--json").stdout)["cuda"]
-    assert "driver for CUDA 12.8; cuda:0 Big GPU, sm_90, 132 multiprocessors, 80.0 GiB (--target native,cuda:sm_90)" in found
+    assert "driver for CUDA 12.8; cuda:0 Big GPU, sm_90, 132 multiprocessors, 80.0 GiB (--target native,cuda:sm_90, PTX 7.8)" in found
     assert "cuda:1 Old GPU, sm_70, 80 multiprocessors, 16.0 GiB (too old for ggufc)" in found
+    for version, code in (
+        ("11.4", "cuda:sm_90 is PTX 7.8, which needs a driver for CUDA 11.8 or newer; update it, or --target native,cuda:sm_86"),
+        ("10.2", "cuda:sm_90 is PTX 7.8, which needs a driver for CUDA 11.8 or newer; update it)"),
+    ):
+        monkeypatch.setattr(library_device, "describe_devices", lambda version=version: (version, facts))
+        assert f"80.0 GiB ({code}" in json.loads(invoke("doctor", "--json").stdout)["cuda"]
     monkeypatch.setattr(library_device, "describe_devices", lambda: ("12.8", []))
     assert "no device visible (CUDA_VISIBLE_DEVICES hides devices)" in json.loads(invoke("doctor", "--json").stdout)["cuda"]

@@ -9,9 +9,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ggufc import pull as pulling
 from ggufc import registry, resolve
+from ggufc.cli import cli
 from ggufc.errors import DriverError
 from ggufc.pull import choose_hub_file, parse_hub_reference, pull
 from ggufc.registry import Alias, Piece
@@ -199,3 +201,15 @@ def test_without_the_hub_package_the_extra_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DriverError, match=r"ggufc\[hub\]"):
         pull("hf:o/r")
+
+
+def test_an_output_folder_must_be_there(toy: Alias, index: list[str], tmp_path: Path) -> None:
+    """As for ``compile``: a slip in a path makes no folders."""
+    with pytest.raises(DriverError, match=r"there is no folder .*nothing; create it"):
+        pull("toy", tmp_path / "nothing" / "toy.gguf")
+    with serve({"/m.gguf": Resource(b"GGUF" + bytes(100))}) as web, pytest.raises(DriverError, match="there is no folder"):
+        pull(f"{web.url}/m.gguf", tmp_path / "nothing" / "m.gguf")
+    for command in (["pull", "toy"], ["compile", "toy"], ["dump", "toy"]):
+        refused = CliRunner().invoke(cli, [*command, "-o", f"{tmp_path}/nothing/"])
+        assert refused.exit_code == 2 and "nothing/; create it" in refused.output, refused.output
+    assert not index and not list(tmp_path.iterdir())
