@@ -1,9 +1,10 @@
 """Tensors of another run or engine: .npz files and folders of .npy files, and the names other engines use.
 
 A key is ``STEP/NODE`` with the step's name in the case and the node's name in the graph (``ggufc dump --stage built``). The
-micro-batches of a step after the first are ``STEP.1/NODE``, ``STEP.2/NODE``, ... A key without a step is about the first step. In a
-folder the key is the path of a .npy file without its suffix. Arrays have numpy's order, that is ``ne`` reversed; where the number of
-elements is right, their order in memory is all that counts.
+micro-batches of a step after the first are ``STEP.1/NODE``, ``STEP.2/NODE``, ... A key without a step is about the first step, but a
+step's name alone holds the logits of all its rows, as ``ggufc logits`` writes them. In a folder the key is the path of a .npy file
+without its suffix. Arrays have numpy's order, that is ``ne`` reversed; where the number of elements is right, their order in memory is
+all that counts.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from ggufc.errors import DriverError
 from ggufc.files import read_text
 from ggufc.ir import Node
 
+LOGITS = "logits"
 _STEP = re.compile(r"(.*)\.(\d{1,6})\Z")
 
 
 @dataclass
 class StoredStep:
-    """The tensors of one micro-batch by node name."""
+    """The tensors of one micro-batch by node name. ``whole``, of a step's first one: logits [rows, n_vocab] of all micro-batches."""
 
     arrays: dict[str, np.ndarray]
     caches: dict[str, CacheRows] = field(default_factory=dict)
+    whole: np.ndarray | None = None
 
     def like(self, node: Node) -> np.ndarray | None:
         """The tensor stored for a node."""
@@ -40,7 +43,12 @@ class StoredStep:
 def load(path: Path, names: Mapping[str, str], steps: Sequence[str]) -> dict[str, list[StoredStep]]:
     """The micro-batches of every step in ``path``; ``names`` as ``read_names``, ``steps`` those of the case. Raises ``DriverError``."""
     found: dict[str, dict[int, dict[str, np.ndarray]]] = {}
+    whole: dict[str, np.ndarray] = {}
     for key, array in _arrays(path):
+        if key in steps and array.ndim:
+            whole[key] = array
+            found.setdefault(key, {}).setdefault(0, {})
+            continue
         step, slash, name = key.partition("/")
         if not slash:
             step, name = steps[0], key
@@ -51,7 +59,25 @@ def load(path: Path, names: Mapping[str, str], steps: Sequence[str]) -> dict[str
         found.setdefault(base, {}).setdefault(number, {})[translate(name, names)] = array
     if not found:
         raise DriverError(f"{path} holds no tensors; keys are STEP/NODE, as ggufc diff --save writes them")
-    return {step: [StoredStep(parts.get(i, {})) for i in range(max(parts) + 1)] for step, parts in found.items()}
+    out = {step: [StoredStep(parts.get(i, {})) for i in range(max(parts) + 1)] for step, parts in found.items()}
+    for step, logits in whole.items():
+        out[step][0].whole = logits
+    return out
+
+
+def divided(parts: Sequence[StoredStep], rows: Sequence[int]) -> list[StoredStep]:
+    """The micro-batches of a step whose logits have ``rows``, each with its share of the logits that were stored for the whole step."""
+    logits = parts[0].whole if parts else None
+    if logits is None:
+        return list(parts)
+    out, at = [], 0
+    for number, n in enumerate(rows):
+        part = parts[number] if number < len(parts) else StoredStep({})
+        # Another number of rows cannot be dealt out: the report then shows both shapes.
+        mine = logits[at : at + n] if len(logits) == sum(rows) else logits
+        out.append(StoredStep({LOGITS: mine} | part.arrays, part.caches))
+        at += n
+    return out
 
 
 def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -13,7 +13,7 @@ import numpy as np
 from ggufc.diff.compare import Distance, Tolerances, distance, is_choice
 from ggufc.diff.recording import Recording
 from ggufc.diff.sides import CodeSide, GraphSide, InterpreterSide, StoredSide
-from ggufc.diff.stored import StoredStep, key
+from ggufc.diff.stored import StoredStep, divided, key
 from ggufc.files import write_npz
 from ggufc.ir import Node
 from ggufc.ir.layout import layout
@@ -129,7 +129,9 @@ def compare_sides(
                 next(runs[side])
                 ahead = side.recordings
             follower = left if swapped or not tolerances.following else sides[-1]
-            others: Sequence[Known] = stored.step(step) if stored else sides[-1].recordings
+            others: Sequence[Known] = sides[-1].recordings
+            if stored:
+                others = divided(stored.step(step), [int(recording.env["O"]) for recording in left.recordings])
             for number, (a, b) in enumerate(zip(left.recordings, others)):
                 report.batches.append(_compare(step, number, follower.recordings[number], a, b, tolerances))
                 if watch:

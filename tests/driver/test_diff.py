@@ -242,6 +242,29 @@ def test_stored_tensors(invoke, text_model: Path, short_case: Path, tmp_path: Pa
     assert "each node from the other side's operands" in follow.stdout
 
 
+def test_stored_logits(invoke, text_model: Path, short_case: Path, tmp_path: Path) -> None:
+    """A step's name alone holds the logits of its rows, whatever micro-batches they are computed in: what ``ggufc logits`` writes."""
+    out = tmp_path / "logits.npz"
+    invoke("logits", text_model, short_case, "-o", out)
+    arrays = dict(np.load(out))
+    assert {name: len(rows) for name, rows in arrays.items()} == {"a": 6, "b": 1}
+    result = invoke("diff", text_model, short_case, "--against", out)
+    assert "3 micro-batches, 3 results compared: 3 with equal bits, 0 within tolerance, 0 different" in result.stdout
+
+    (folder := tmp_path / "engine").mkdir()
+    arrays["a"][5, 9] += 1  # row 1 of the second micro-batch
+    for name, rows in arrays.items():
+        np.save(folder / f"{name}.npy", rows)
+    result = invoke("diff", text_model, short_case, "--against", folder, ok=False)
+    assert result.exit_code == 1 and "3 results compared: 2 with equal bits, 0 within tolerance, 1 different" in result.stdout
+    assert "first difference: logits" in result.stdout and "step a, micro-batch 1" in result.stdout and "at [9, 1]" in result.stdout
+    follow = invoke("diff", text_model, short_case, "--interpret", "--against", out)
+    assert "3 results compared" in follow.stdout and "0 different" in follow.stdout
+    np.save(folder / "a.npy", arrays["a"][:5])
+    result = invoke("diff", text_model, short_case, "--against", folder, ok=False)
+    assert result.exit_code == 1 and "shapes" in result.stdout and "x5" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
