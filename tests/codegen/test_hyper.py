@@ -73,6 +73,30 @@ def test_gates_and_what_a_sublayer_reads(loaded, spec):  # S47, S61
     assert (bits(alone[5][0]) == bits(gates[3])).all() and (bits(alone[6][0]) == bits(y[3])).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 14, 257])
+@pytest.mark.parametrize("spec", [SITES[0], SITES[1]], ids=name)
+def test_a_sublayer_equals_its_formula_for_any_number_of_tokens(loaded, spec, tokens):  # S61
+    """Gates, what is read, and the streams written, each within 1e-5 of the composed form."""
+    target, image = loaded
+    post = next(w for w in WRITES if (w.n, w.streams) == (spec.n, spec.streams))
+    m, scale, base, x = site(spec, 5, tokens)
+    m[0] /= 20
+    width = m.shape[1] - 3
+    args = [m, m.shape[1], scale, base, x, np.zeros((tokens, width), np.float32), np.zeros((tokens, spec.n), np.float32)]
+    gates, read = run(spec, target, args, tokens, loaded=image)[5:7]
+    want = gates_of(m[:, :width], scale, base, spec)
+    np.testing.assert_allclose(gates, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(read, np.einsum("ts,tse->te", want[:, : spec.streams], x), rtol=1e-5, atol=1e-5)
+    rng = np.random.default_rng(6)
+    y, w = rng.normal(size=(tokens, spec.n)).astype(np.float32), rng.normal(1, 0.2, size=spec.n).astype(np.float32)
+    got = run(post, target, [x, y, spec.n, gates, w, np.zeros_like(x)], tokens * post.blocks, loaded=image)[5]
+    if post.norm:
+        y = y / np.sqrt((y.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + post.eps) * w
+    s = spec.streams
+    mixed = np.einsum("tuc,tue->tce", want[:, 2 * s :].reshape(-1, s, s), x)
+    np.testing.assert_allclose(got, want[:, s : 2 * s, None] * y[:, None] + mixed, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("spec", MATRICES, ids=name)
 def test_matrices_become_doubly_stochastic(loaded, spec):  # S61
     target, image = loaded
