@@ -63,8 +63,7 @@ def diff(
 
 @pytest.mark.parametrize(
     ("case", "steps"),
-    [("llama-gqa-tied", None), ("llama-fa-q8", None), ("gemma3-7", 5), ("glm-dsa-topk8", 3), ("deepseek4-split-decode", 4),
-     ("openpangu-swa-dsa-ubatch", 2), ("llama-cacheops", None), ("llama-moe-split", 3), ("quant-q4_k", 2)],
+    [("llama-gqa-tied", None), ("llama-fa-q8", None), ("gemma3-7", 5), ("llama-cacheops", None), ("llama-moe-split", 3), ("quant-q4_k", 2)],
 )  # fmt: skip
 def test_code_equals_the_interpreter_node_by_node(compiled, case: str, steps: int | None) -> None:
     folder = BUNDLED_GOLDEN / case
