@@ -75,6 +75,30 @@ def test_choice_and_weights(loaded, spec):  # S64
         np.testing.assert_allclose(weights, spec.scale * w, rtol=2e-5, atol=1e-7)
 
 
+FORMULAS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sqrt_softplus": lambda x: np.sqrt(np.log1p(np.exp(x)))}
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[6]], ids=lambda s: f"{s.gate}-{s.n}")
+def test_weights_are_those_of_the_formula_from_minus_to_plus_eighty(loaded, spec):  # S48, S88
+    """The bias decides who is chosen, also against scores of the other sign, and is no part of the weights."""
+    rng = np.random.default_rng(5)
+    scores = rng.uniform(-80, 80, (TOKENS, spec.n)).astype(np.float32)
+    scores[0], scores[1], scores[2] = -80, 80, np.where(np.arange(spec.n) % 2, 80, -80)
+    scores[3] = np.linspace(-80, 80, spec.n)
+    scores[4:20] = rng.normal(size=(16, spec.n)) * 3
+    bias = (0.29 * (rng.permutation(spec.n) - spec.n // 2)).astype(np.float32)  # no two gates of 0 or 1 tie with it
+    given = rng.permuted(np.tile(np.arange(spec.n, dtype=np.int32), (TOKENS, 1)), axis=1)[:, : spec.k].copy()
+    ids, weights = route(loaded, spec, scores, bias, given)
+    p = FORMULAS[spec.gate](scores.astype(np.float64))
+    if spec.choose:
+        best = np.argsort(-(p + bias), axis=1, kind="stable")[:, : spec.k]
+        assert (np.sort(ids, axis=1) == np.sort(best, axis=1)).all()
+        assert (np.sort(best, axis=1) != np.sort(np.argsort(-p, axis=1, kind="stable")[:, : spec.k], axis=1)).any(axis=1).mean() > 0.5
+    w = np.take_along_axis(p, ids.astype(int), axis=1)
+    assert np.isfinite(weights).all() and (weights[0] > 0).all()
+    np.testing.assert_allclose(weights / spec.scale, w / w.sum(axis=1, keepdims=True), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.gate}-{s.n}")
 def test_a_token_is_routed_alike_alone_and_in_a_batch(loaded, spec):
     scores, bias, given = case(spec, 2)
