@@ -69,9 +69,9 @@ def test_prompts_in_one_batch_and_in_chunks(artifact: Artifact, reference: np.nd
         assert same(np.concatenate(rows), reference[:n]), (n_ubatch, call)
 
 
-def saved(s: Session, **options: Any) -> bytes:
+def saved(s: Session, seq: int | None = 0, **options: Any) -> bytes:
     file = io.BytesIO()
-    assert s.state_save(file, 0, **options) == len(file.getvalue())
+    assert s.state_save(file, seq, **options) == len(file.getvalue())
     return file.getvalue()
 
 
@@ -82,13 +82,15 @@ def test_states_of_long_contexts_come_back_bit_for_bit(artifact: Artifact, refer
     """Saved 2001 tokens deep, inside compressed blocks. The bytes of a state do not depend on chunks, threads or reuse; whichever session
     loads it goes on as the one that saved it."""
     tokens, cut, end = tokens_of(artifact), 2001, PROMPT + MORE
-    blobs = []
+    blobs, contexts = [], set()
     for form, call in zip(FORMS, (1200, 777, 64)):
         with session(artifact, **form) as s:
             for at in range(0, cut, call):
                 s.decode(tokens[at : min(at + call, cut)], logits="none")
             blobs.append(saved(s))
             part = saved(s, partial=True)
+            if not s.states.rows_per_sequence:
+                contexts.add(saved(s, None))
             assert same(s.decode(tokens[cut:end], logits="all"), reference[cut:])
             if s.states.rows_per_sequence:
                 s.seq_rm(0, cut, -1)
@@ -98,7 +100,7 @@ def test_states_of_long_contexts_come_back_bit_for_bit(artifact: Artifact, refer
             s.decode(tokens[5:1500], logits="none")
             s.state_load(blobs[0], 0)
             assert same(s.decode(tokens[cut:end], logits="all"), reference[cut:])
-    assert blobs[0] == blobs[1] == blobs[2]
+    assert blobs[0] == blobs[1] == blobs[2] and len(contexts) <= 1
     for form, step in zip(FORMS, (len(tokens), 1, 7)):
         with session(artifact, **form) as s:
             s.state_load(blobs[1], 0)
@@ -119,6 +121,18 @@ def test_a_graph_kept_through_a_long_context(artifact: Artifact, reference: np.n
         hits = s.stats.reuse_hits
     assert same(np.concatenate(rows), reference[:at]) and at > 1800
     assert (hits > 60) == reuse
+
+
+@pytest.mark.parametrize("n_ubatch", [512, 257, 64])
+def test_compacted_windows_at_every_depth(artifact: Artifact, reference: np.ndarray, n_ubatch: int) -> None:  # S98
+    """Rows of windowed layers are given away and used again while the other layers choose from the whole context."""
+    if not any(cache.window for cache in artifact.manifest.caches):
+        pytest.skip("no windows")
+    tokens = tokens_of(artifact)
+    with session(artifact, n_ubatch=n_ubatch, n_threads=1 + n_ubatch % 3, compact_windows=True) as s:
+        rows = [s.decode(tokens[:1300], logits="all"), s.decode(tokens[1300:PROMPT], logits="all"), one_by_one(s, tokens[PROMPT:])]
+        assert s.window_rows is not None and s.window_rows.base > 0, "rows were given away"
+    assert same(np.concatenate(rows), reference)
 
 
 FILLS = (0x00, 0xFF, 0x7B)
