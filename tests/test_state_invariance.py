@@ -215,6 +215,22 @@ def test_cleared_and_removed_sequences_start_anew(artifact, reference):  # S44
             forget()
 
 
+def test_clearing_zeroes_the_states_of_that_sequence_alone(artifact):  # S44
+    """Rings, entries and histories of a removed sequence hold nothing of it; those of its neighbours keep every byte."""
+    n = sequences(artifact)
+    with session(artifact, n_ubatch=16) as s:
+        for seq in range(n):
+            s.decode(tokens_of(artifact)[seq : 140 + seq], seq=seq)
+        states = s.states
+        held = {seq: {spec.name: state_bytes(s, spec, seq) for spec in states.specs} for seq in range(n)}
+        assert all(any(rows) for parts in held.values() for rows in parts.values())
+        s.seq_rm(n // 2)
+        for seq, parts in held.items():
+            for spec in states.specs:
+                now = state_bytes(s, spec, seq)
+                assert not any(now) if seq == n // 2 else now == parts[spec.name], (spec.name, seq)
+
+
 def test_the_prefix_kept_is_one_the_state_can_go_on_from(artifact, reference):
     tokens = tokens_of(artifact)
     with session(artifact) as s:
@@ -282,14 +298,19 @@ def test_deepseek4_is_cut_only_inside_its_current_block(artifact, reference):
         assert np.array_equal(s.decode(tokens[45:90], logits="all"), reference[45:90])
 
 
+def state_bytes(s, spec, seq: int) -> bytes:
+    """A sequence's part of one state."""
+    first, n = s.states.part(spec, seq)
+    return s.executor.caches.view(spec.name)[first : first + n].tobytes()
+
+
 def stream_bytes(s, seq: int) -> dict[str, bytes]:
     """Everything that is a sequence's: the rows of its cells, and its part of every state."""
     store, states = s.executor.caches, s.states
     found = {}
     for name, spec in store.specs.items():
         if spec in states.specs:
-            first, n = states.part(spec, seq)
-            found[name] = store.view(name)[first : first + n].tobytes()
+            found[name] = state_bytes(s, spec, seq)
         else:
             found[name] = store.view(name)[s.cells.list_of(seq).cells].tobytes()
     return found
