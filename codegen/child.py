@@ -62,7 +62,7 @@ def compile_here(
         before_writing()
         write_artifact(output, gguf, manifest, graphs, image, list(weights.values()), lambda done, total: say("weights", done, total), ptx)
         lap("weights")
-        notes = options.notes() + model.cache_notes(options.for_builder())
+        notes = options.notes() + model.notes(options.for_builder())
         source_bytes = sum(os.path.getsize(p) for p in gguf.paths)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     helpers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

@@ -69,7 +69,7 @@ def _check_architecture(values: dict[str, Value], arch: str, path: object) -> No
         try:
             msgspec.convert({field.encode_name: plain}, _Architecture)
         except msgspec.ValidationError as e:
-            _refuse(value, path, f"{value.key} is unusable: {e}")
+            _refuse(value, path, f"{value.key} is unusable: {str(e).partition(' - at `')[0]}")
 
 
 def _check_vocabulary(values: dict[str, Value], path: object) -> None:

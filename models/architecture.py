@@ -34,6 +34,8 @@ class Architecture:
     """The persistent resources where they are not the ordinary ones of ``caches.layer_caches``."""
     nodes: Callable[[HParams, Weights, Step], int] | None = None
     """The node estimate of families whose graphs depend on the step."""
+    remarks: Callable[[HParams], Iterable[str]] | None = None
+    """What the file asks for and does not get, a sentence each."""
 
     def node_estimate(self, hp: HParams, weights: Weights, step: Step) -> int:
         """Upper bound of the nodes of a built graph: the sum of what the blocks promise."""

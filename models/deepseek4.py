@@ -15,7 +15,7 @@ from ggufc.models.blocks import EMBEDDING_NODES, HEAD_NODES, INPUT_NODES, MASK_N
 from ggufc.models.caches import UNSHIFTABLE, CacheInfo
 from ggufc.models.compressor import entry_symbols
 from ggufc.models.deepseek4_attention import KEY_NAMES, attention, attention_nodes, index_compressor, key_compressor, output_groups
-from ggufc.models.deepseek4_hparams import ARCH, CSA, HCA, DeepSeek4Layer, DeepSeek4Params, read, with_tensors
+from ggufc.models.deepseek4_hparams import ARCH, CSA, HCA, DeepSeek4Layer, DeepSeek4Params, read, remarks, with_tensors
 from ggufc.models.errors import ModelError
 from ggufc.models.ffn import Activation
 from ggufc.models.hparams import HParams
@@ -186,4 +186,4 @@ def nodes(hp: HParams, weights: Weights, step: Step) -> int:
     return int(total)
 
 
-DEEPSEEK4 = Architecture(ARCH, read, tensors, build, lambda layer: 0, caches, nodes)
+DEEPSEEK4 = Architecture(ARCH, read, tensors, build, lambda layer: 0, caches, nodes, remarks)

@@ -83,6 +83,14 @@ class DeepSeek4Params(HParams, frozen=True, kw_only=True):
     entry_rope: RopeParams
 
 
+def remarks(hp: HParams) -> list[str]:
+    """Ratios that are no kind of layer (spec/deepseek4.md, section 1)."""
+    odd = [f"layer {i} has ratio {_ratio(layer)}" for i, layer in enumerate(hp.layers) if _ratio(layer) not in (0, CSA, HCA)]
+    said = ", ".join(odd[:8]) + (", ..." if len(odd) > 8 else "")
+    why = f"which no compressor serves ({CSA} and {HCA} exist): such layers read raw keys only"
+    return [f"key {ARCH}.attention.compress_ratios: {said}, {why}"] if odd else []
+
+
 def read(metadata: Mapping[str, Any]) -> DeepSeek4Params:
     """Hyperparameters; raises ``ModelError`` where keys contradict each other."""
     keys = read_keys(DeepSeek4Keys, metadata, ARCH)

@@ -87,6 +87,7 @@ class Model:
             return list(self.architecture.caches(self.hparams, self.weights, step))
         return [cache for i in range(self.n_layer) for cache in layer_caches(self.hparams, i, self.weights, step)]
 
-    def cache_notes(self, options: Mapping[str, Any] | None = None) -> list[str]:
-        """What the options ask of the caches in vain, a sentence each."""
-        return notes(self.caches(options), Step(options))
+    def notes(self, options: Mapping[str, Any] | None = None) -> list[str]:
+        """What the file, or the options, ask for in vain, a sentence each."""
+        remarks = self.architecture.remarks
+        return [*(remarks(self.hparams) if remarks else ()), *notes(self.caches(options), Step(options))]

@@ -18,7 +18,7 @@ from ggufc.models.hparams import HParams
 from ggufc.models.hyper_connections import CHOOSE_NODES, MIX_OUT_NODES, Site, choose, choose_gates, enter, gates, merge, mix_in, mix_out
 from ggufc.models.moe import moe, moe_nodes, moe_tensors
 from ggufc.models.openpangu_attention import WINDOW_FIRST, WINDOW_VIEW, attention, attention_nodes, check_cache_types
-from ggufc.models.openpangu_hparams import ARCH, OpenPanguLayer, OpenPanguParams, read, with_tensors
+from ggufc.models.openpangu_hparams import ARCH, OpenPanguLayer, OpenPanguParams, read, remarks, with_tensors
 from ggufc.models.openpangu_plan import plan
 from ggufc.models.regions import REGION_NODES, REGION_ROWS, REGION_SYMBOLS, compacted
 from ggufc.models.step import Step
@@ -162,4 +162,4 @@ def nodes(hp: HParams, weights: Weights, step: Step) -> int:
     return total
 
 
-OPENPANGU = Architecture(ARCH, read, tensors, build, lambda layer: 0, caches, nodes)
+OPENPANGU = Architecture(ARCH, read, tensors, build, lambda layer: 0, caches, nodes, remarks)

@@ -66,6 +66,14 @@ class OpenPanguParams(HParams, frozen=True, kw_only=True):
     n_sink: int
     n_predict: int
     window: int
+    unpaired: str = ""
+    """Why the keys of the schedule name no windows; empty where they do, or where the file has neither."""
+
+
+def remarks(hp: HParams) -> list[str]:
+    """What becomes of a schedule that cannot be read (spec/openpangu.md, section 1)."""
+    unpaired = hp.unpaired if isinstance(hp, OpenPanguParams) else ""
+    return [f"{unpaired}, so all layers are dense: no windows and no indexer"] if unpaired else []
 
 
 def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
@@ -128,7 +136,7 @@ def read(metadata: Mapping[str, Any]) -> OpenPanguParams:
     return OpenPanguParams(
         arch=ARCH, n_layer=n_base, n_ctx_train=keys.n_ctx_train, n_embd=keys.n_embd, n_vocab=n_vocab(keys, metadata, ARCH),
         norm_eps=keys.norm_eps, layers=tuple(layers), streams=keys.streams, iterations=keys.iterations, n_sink=keys.n_sink,
-        n_predict=keys.n_predict, window=base,
+        n_predict=keys.n_predict, window=base, unpaired=_unpaired(keys),
     )  # fmt: skip
 
 
@@ -139,6 +147,14 @@ def with_tensors(hp: OpenPanguParams, present: Container[str]) -> OpenPanguParam
         lacks = f"blk.{i}.attn_indexer_q_b.weight" not in present
         layers.append(msgspec.structs.replace(layer, indexer=None) if lacks else layer)
     return msgspec.structs.replace(hp, layers=tuple(layers))
+
+
+def _unpaired(keys: OpenPanguKeys) -> str:
+    layers, windows = (None if given is None else len(given) for given in (keys.swa_layers, keys.swa_windows))
+    if layers == windows:
+        return ""
+    entries = ["no entries" if n is None else f"{n} entries" for n in (layers, windows)]
+    return f"key {ARCH}.swa_layers has {entries[0]} and {ARCH}.sliding_window_list {entries[1]}"
 
 
 def _schedule(keys: OpenPanguKeys, n_base: int) -> dict[int, int]:

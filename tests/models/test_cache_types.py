@@ -24,7 +24,7 @@ def caches(case: str, **options: object) -> list[tuple[str, str, int]]:
 
 def notes(case: str, **options: object) -> list[str]:
     with GGUFFile.open(BUNDLED_GOLDEN / case / "model.gguf") as file:
-        return load_model(file).cache_notes(options)
+        return load_model(file).notes(options)
 
 
 def test_first_and_last_layers_may_have_other_types() -> None:

@@ -339,6 +339,8 @@ def test_kinds_of_layers_follow_from_tensors_where_no_key_tells() -> None:
         odd = Edited(file, {"deepseek4.attention.compress_ratios": [16, *[layer.ratio for layer in told.layers[1:]]]})  # type: ignore[attr-defined]
         other = load_model(odd)
     assert other.hparams.layers[0].rope == told.entry_rope != told.raw_rope
+    (note,) = other.notes()
+    assert not model.notes() and "layer 0 has ratio 16, which no compressor serves (4 and 128 exist)" in note
     assert not [info for info in other.caches() if info.layer == 0 and info.part != "k"]
 
 

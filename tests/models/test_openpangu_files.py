@@ -79,7 +79,19 @@ def test_keys_that_contradict_each_other_are_refused(what: str) -> None:
 @pytest.mark.parametrize("keys", [{"swa_layers": None}, {"sliding_window_list": [8, 8]}, {"swa_layers": None, "sliding_window_list": None}])
 def test_a_broken_schedule_means_dense_layers(keys: dict[str, Any]) -> None:  # S96
     with GGUFFile.open(SWA / "model.gguf") as file:
-        graph = load_model(Edited(file, {f"openpangu.{k}": v for k, v in keys.items()})).build()
+        model = load_model(Edited(file, {f"openpangu.{k}": v for k, v in keys.items()}))
+        graph = model.build()
+        assert not load_model(file).notes()
+    halves = {
+        "swa_layers": "no entries and openpangu.sliding_window_list 3",
+        "sliding_window_list": "3 entries and openpangu.sliding_window_list 2",
+    }
+    if len(keys) == 1:  # half a schedule is not dropped in silence
+        assert model.notes() == [
+            f"key openpangu.swa_layers has {halves[next(iter(keys))]} entries, so all layers are dense: no windows and no indexer"
+        ]
+    else:
+        assert not model.notes()
     assert not any("indexer" in n.name for n in graph.nodes)
     assert {n.attrs["window"] for n in graph.inputs()} == {0}
 
