@@ -110,6 +110,7 @@ def describe_artifact(artifact: Artifact, n_ctx: int, n_ubatch: int, n_seq_max: 
             "row": cache.row,
             "heads": cache.row // cache.head if cache.head else 0,
             "window": cache.window,
+            "rows": layout.n_rows[cache.name],
             "bytes": layout.bytes_of(cache.name),
         }
         for cache in manifest.caches

@@ -13,6 +13,7 @@ import click
 from ggufc.cli import options
 
 _HOLDERS_SHOWN = 4
+_SIZE_SHOWN = 44
 _ROWS_SHOWN = 12
 
 
@@ -154,14 +155,8 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield f"size          {size_words(data['bytes'])}"
     yield from _table([(s["section"], str(s["count"]), size_words(s["bytes"])) for s in data["sections"]])
     entries = data["caches"]["entries"]
-    yield f"caches        {len(entries)} of {limits['n_ctx']} cells, {_cache_types(entries)}: {size_words(data['caches']['bytes'])}"
-    shapes: dict[tuple[str, ...], int] = {}
-    for cache in entries:
-        reach = f"window {cache['window']}" if cache["window"] else "full"
-        turned = f"transformed in blocks of {cache['hadamard']}" if cache["hadamard"] else ""
-        key = (f"{cache['heads']} heads, {cache['row']} values", cache["dtype"], reach, turned)
-        shapes[key] = shapes.get(key, 0) + 1
-    yield from _table([(f"{count} x", *key) for key, count in shapes.items()])
+    yield f"caches        {len(entries)} for {limits['n_ctx']} cells, {_cache_types(entries)}: {size_words(data['caches']['bytes'])}"
+    yield from _table(_cache_rows(entries))
     for program in data["programs"]:
         yield from _program_lines(program, limits, rows)
     kernels = data["kernels"]
@@ -170,6 +165,17 @@ def _artifact_lines(data: dict[str, Any], rows: int | None) -> Iterator[str]:
     yield from _more(kernels, rows)
     for index, line in enumerate(data.get("reuse", ())):
         yield f"graph reuse   {line}" if not index else f"  {line}"
+
+
+def _cache_rows(entries: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Caches of one kind in a row each: what they hold, values of a row, how many rows."""
+    shapes: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for cache in entries:
+        heads = f" in {cache['heads']} heads" if cache["heads"] > 1 else ""
+        notes = [f"window {cache['window']}"] if cache["window"] else []
+        notes += [f"transformed in blocks of {cache['hadamard']}"] if cache["hadamard"] else []
+        shapes[cache["part"], cache["dtype"], f"{cache['row']} values{heads}", f"{cache['rows']} rows", ", ".join(notes)] += 1
+    return [(f"{count} x", *shape) for shape, count in shapes.items()]
 
 
 def _cache_types(entries: list[dict[str, Any]]) -> str:
@@ -191,12 +197,16 @@ def _program_lines(program: dict[str, Any], limits: dict[str, int], rows: int | 
     )
     yield f"  peak activations {size_words(program['activation_bytes'])} at -c {limits['n_ctx']} -ub {limits['n_ubatch']}, held by"
     slots = program["slots"]
-    yield from _table([(size_words(s["bytes"]), f"= {s['size']}", _holders(s["holders"])) for s in slots[:rows]], "    ")
+    shown = [(size_words(s["bytes"]), f"= {_short(s['size'], rows)}", _holders(s["holders"])) for s in slots[:rows]]
+    yield from _table(shown, "    ")
     yield from _more(slots, rows)
     if any(r["attention"] for r in program["reads"]):
         texts = [f"{size_words(r['attention'])} at {r['n_ctx']}{_scored(r)}" for r in program["reads"]]
         yield f"  attention reads per decoded token: {', '.join(texts)} cells"
-    key = ", ".join(f"{name} = {value}" for name, value in program["reuse_key"]) or "nothing was observed: reused for every shape"
+    key = (
+        ", ".join(f"{name} = {'unset' if value == '' else value}" for name, value in program["reuse_key"])
+        or "nothing was observed: reused for every shape"
+    )
     yield f"  reuse key: {key}"
     fixups = program["fixups"]
     yield f"  fixups: {len(fixups) or 'none'}"
@@ -227,6 +237,11 @@ def _gpu_lines(gpu: dict[str, Any] | None, rows: int | None) -> Iterator[str]:
             taken = f"{u['registers']} registers, {u['shared']} bytes shared, {u['spilled']} spilled"
             yield f"    {arch}: {taken}, occupancy {100 * u['occupancy']:.0f} %"
     yield from _more(kernels, rows)
+
+
+def _short(size: str, rows: int | None) -> str:
+    """A buffer's size in words, cut to a readable column unless everything is asked for."""
+    return size if rows is None or len(size) <= _SIZE_SHOWN else f"{size[: _SIZE_SHOWN - 4]} ..."
 
 
 def _holders(names: list[str]) -> str:

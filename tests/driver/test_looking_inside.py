@@ -128,7 +128,7 @@ def test_inspect_an_artifact(invoke, artifact: Path, text_model: Path) -> None:
     for expected in (
         "weights",
         "code",
-        "caches        4 of 512 cells",
+        "caches        4 for 512 cells",
         "program eval:",
         "(budget ",
         "held by",
@@ -224,3 +224,19 @@ def test_an_output_that_cannot_be_written_is_refused_first(
             with pytest.raises(DriverError, match=message):
                 invoke(*command, option, folder / "out")
     assert list(tmp_path.glob(".out*")) == []
+
+
+def test_caches_of_one_kind_are_told_by_part_and_rows() -> None:
+    """Rings and states of sequences are no cells, and must not look like keys of another size."""
+    from ggufc.cli.inspect import _cache_rows
+
+    def cache(part: str, row: int, rows: int, **more: object) -> dict[str, object]:
+        return {"part": part, "dtype": "f16", "row": row, "heads": 1, "window": 0, "hadamard": 0, "rows": rows, **more}
+
+    assert _cache_rows(
+        [cache("k", 64, 512, window=24, hadamard=64), cache("ring_kv", 64, 9), cache("ring_kv", 64, 9), cache("k", 64, 512, heads=2)]
+    ) == [
+        ("1 x", "k", "f16", "64 values", "512 rows", "window 24, transformed in blocks of 64"),
+        ("2 x", "ring_kv", "f16", "64 values", "9 rows", ""),
+        ("1 x", "k", "f16", "64 values in 2 heads", "512 rows", ""),
+    ]
