@@ -230,11 +230,11 @@ class Rows:
         self.merge(r, e.load(F32, source), e.load(F32, e.gep(source, 4)), e.gep(source, 4 * RECORD))
 
     def merge(self, r: Value, m: Value, l: Value, acc: Value) -> None:
-        """Add a split (m, l, acc) to what row ``r`` has merged so far; one that holds nothing changes nothing."""
+        """Add a split (m, l, acc) to what row ``r`` has merged so far; one that holds nothing changes nothing. A NaN is not nothing."""
         e, b, s, n = self.e, self.e.b, self.s, self.lanes
         ty = vec(F32, n)
         state, merged = self.at(s.merged_state, r, 8), self.at(s.merged, r, 4 * s.padded)
-        with e.if_(b.fcmp_ordered("!=", l, e.f32(0.0))):
+        with e.if_(b.fcmp_unordered("!=", l, e.f32(0.0))):
             top, total = e.load(F32, state), e.load(F32, e.gep(state, 4))
             with e.if_else(b.fcmp_ordered("==", total, e.f32(0.0))) as (first, later):
                 with first:

@@ -346,6 +346,32 @@ def test_invisible_cells_may_hold_anything(loaded):
     assert (bits(case.attend(tokens)) == bits(want)).all()
 
 
+@pytest.mark.parametrize("spec", [s for s in LONG if s.type_k == "f16"], ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_no_number_is_seen_wherever_it_lies(loaded, spec, poison):  # S72
+    """A key or value of any split that is NaN or infinite never vanishes from the results of those who see it, and reaches nobody else."""
+    target, image = loaded
+    case = Case(spec, target, image, 13, n_cells=700)
+    tokens = [(i, list(range(600)), lo, hi) for i, (lo, hi) in enumerate([(0, 600), (0, 200), (290, 520), (520, 600)])]
+    clean = [case.attend(tokens), *(case.attend([t]) for t in tokens)]
+    for cell in (30, 300, 599):
+        for part in ("k_raw", "v_raw"):
+            kept = getattr(case, part)
+            if part == "v_raw" and spec.shared:
+                continue
+            spoilt = kept.copy()
+            spoilt.view(np.float16).reshape(700, -1)[cell] = poison
+            setattr(case, part, spoilt)
+            found = [case.attend(tokens), *(case.attend([t]) for t in tokens)]
+            setattr(case, part, kept)
+            for t, (_, _, lo, hi) in enumerate(tokens):
+                for got, want in ((found[0][t], clean[0][t]), (found[t + 1][0], clean[t + 1][0])):
+                    if lo <= cell < hi:
+                        assert not np.isfinite(got).any(), (cell, part, t)
+                    else:
+                        assert (bits(got) == bits(want)).all(), (cell, part, t)
+
+
 def test_scores_far_apart_stay_finite(loaded):
     target, image = loaded
     spec = SPECS[0]

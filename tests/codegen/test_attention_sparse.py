@@ -124,6 +124,23 @@ def test_values(loaded, spec):  # S56, S91
         assert bool((got[5] == 0).all()) is not isinstance(spec.entries, int)
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.type_k == "f16"], ids=str)
+def test_what_is_no_number_is_seen_in_either_kind_of_rows(loaded, spec):  # S72
+    """A NaN among the rows of one kind does not make that kind vanish beside the other."""
+    case = Case(spec, *loaded, 4)
+    tokens = batch(np.random.default_rng(5), spec)
+    clean = case.attend(tokens)
+    case.k_raw = case.k_raw.copy()
+    spoilt = tokens[1][1][tokens[1][2][0]]
+    case.k_raw.view(np.float16).reshape(CELLS, -1)[spoilt] = np.nan
+    found = case.attend(tokens)
+    for t, (_, cells, (lo, hi), _, _) in enumerate(tokens):
+        if spoilt in cells[lo:hi]:
+            assert np.isnan(found[t]).all() and np.isnan(case.attend([tokens[t]])).all()
+        else:
+            assert (bits(found[t]) == bits(clean[t])).all()
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(loaded, spec):
     """Alone its splits are computed apart, in a long batch one after the other."""
