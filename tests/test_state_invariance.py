@@ -63,6 +63,29 @@ def test_chunks_threads_and_reuse(artifact, reference, data, threads, n_ubatch, 
     assert np.array_equal(np.concatenate(rows).view(np.uint32), reference.view(np.uint32))
 
 
+def test_a_prompt_is_cut_after_any_of_its_first_tokens(artifact, reference):  # S41, S90
+    """Convolutions look back two tokens, blocks end at positions 3 and 7."""
+    tokens = tokens_of(artifact)
+    for cut in range(1, 10):
+        with session(artifact, n_threads=1) as s:
+            rows = np.concatenate([s.decode(part, logits="all") for part in (tokens[:cut], tokens[cut:14])])
+        assert np.array_equal(rows.view(np.uint32), reference[:14].view(np.uint32)), cut
+
+
+def test_histories_of_convolutions_are_read_at_every_position_but_the_first(artifact, reference):  # S90
+    """Whatever lies in the slot: a batch from position 0 on does not see it, any other does."""
+    if artifact.manifest.arch != "openpangu":
+        pytest.skip("no other family here has convolutions")
+    tokens = tokens_of(artifact)
+    for site in ("conv_qa", "conv_kv", "conv_o"):
+        with session(artifact, n_threads=1) as s:
+            slot = s.executor.caches.view(f"blk.1.{site}")
+            slot[0].view(np.float32)[:] = 3
+            assert np.array_equal(s.decode(tokens[:5], logits="all"), reference[:5])
+            slot[0].view(np.float32)[:] = 3
+            assert np.abs(s.decode(tokens[5:9], logits="all") - reference[5:9]).max() > 1e-2, site
+
+
 @SHARED
 @given(seed=st.integers(0, 1 << 30), me=st.integers(0, 2), n_ubatch=st.sampled_from([4, 16, 64]))
 def test_other_sequences_do_not_matter(artifact, reference, seed, me, n_ubatch):  # S40 S52
