@@ -85,6 +85,14 @@ class Emitter(ByteProducts):
     def scratch(self) -> Value:
         return self.args[3]
 
+    def call(self, name: str, args: Sequence[Value]) -> None:
+        """Call the function of another kernel with ``args`` (pointers and i64), and with this one's params, tile and scratch."""
+        fn = self.module.globals.get(name) or ir.Function(self.module, KERNEL_TYPE, name)
+        array = self.alloca(8 * len(args))
+        for i, value in enumerate(args):
+            self.store(value, self.gep(array, 8 * i))
+        self.b.call(fn, [array, *self.args[1:]])
+
     # Memory
 
     def gep(self, p: Value, byte_offset: Value | int) -> Value:

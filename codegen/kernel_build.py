@@ -11,7 +11,7 @@ from llvmlite import ir
 from ggufc.codegen.cpu import driver, image, objectcode
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import Emitter
-from ggufc.codegen.kernels.base import KernelSpec, code_of, signature, symbol
+from ggufc.codegen.kernels.base import KernelSpec, code_of, parts_of, signature, symbol
 from ggufc.formats.artifact import Kernel
 
 Progress = Callable[[int, int], None]
@@ -35,11 +35,20 @@ def kernel_object(spec: KernelSpec | None, target: Target) -> bytes:
     return objectcode.emit_object(target, driver_module(target) if spec is None else kernel_module(spec, target))
 
 
+def _with_parts(specs: Sequence[KernelSpec], target: Target) -> list[KernelSpec]:
+    return list(dict.fromkeys([part for spec in specs for part in parts_of(spec, target)] + list(specs)))
+
+
+def functions(specs: Sequence[KernelSpec], target: Target) -> list[KernelSpec]:
+    """What must be compiled for ``specs``: each code and each part once."""
+    return _with_parts([code_of(spec) for spec in specs], target)
+
+
 def build_image(
     specs: Sequence[KernelSpec], target: Target, jobs: int, progress: Progress | None = None
 ) -> tuple[image.Image, list[Kernel]]:
     """Compile and link ``specs`` (with the driver functions); kernels keep the order of ``specs``, some share their code."""
-    work: list[KernelSpec | None] = [None, *dict.fromkeys(code_of(spec) for spec in specs)]
+    work: list[KernelSpec | None] = [None, *functions(specs, target)]
     objects: list[bytes] = []
     if jobs > 1 and len(work) > 2:
         # Spawned, not forked: LLVM's state must not be shared, and the parent may run threads.
@@ -62,10 +71,12 @@ def build_image(
 
 
 def llvm_text(specs: Sequence[KernelSpec], target: Target) -> str:
-    """Optimised LLVM IR of the kernels."""
-    return "\n".join(f"; {signature(spec)}\n{objectcode.optimise(target, kernel_module(spec, target))}" for spec in specs)
+    """Optimised LLVM IR of the kernels and their parts."""
+    shown = _with_parts(specs, target)
+    return "\n".join(f"; {signature(spec)}\n{objectcode.optimise(target, kernel_module(spec, target))}" for spec in shown)
 
 
 def asm_text(specs: Sequence[KernelSpec], target: Target) -> str:
-    """Assembly of the kernels."""
-    return "\n".join(f"# {signature(spec)}\n{objectcode.emit_assembly(target, kernel_module(spec, target))}" for spec in specs)
+    """Assembly of the kernels and their parts."""
+    shown = _with_parts(specs, target)
+    return "\n".join(f"# {signature(spec)}\n{objectcode.emit_assembly(target, kernel_module(spec, target))}" for spec in shown)

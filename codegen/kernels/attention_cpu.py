@@ -26,16 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ggufc.codegen.cpu.target import Target
 from ggufc.codegen.emitter import I32, I64, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels import cache
-from ggufc.codegen.kernels.attention_rows import RECORD, Scratch
+from ggufc.codegen.kernels.attention_results import Results
+from ggufc.codegen.kernels.attention_rows import RECORD, Scratch, direct
 from ggufc.codegen.kernels.attention_scores import Span
-from ggufc.codegen.kernels.attention_steps import Steps
+from ggufc.codegen.kernels.attention_walk import AttentionWalk
+from ggufc.codegen.kernels.base import KernelSpec, symbol
 
 SPLIT = 256
 """Entries of the cell list per split."""
@@ -134,6 +136,13 @@ class FlashAttn:
         """Bytes of ``partials`` per started ``SPLIT`` of R."""
         return self.decode_tokens * self.n_head * self.record_bytes
 
+    def walk(self, alone: int) -> AttentionWalk:
+        """The walk over rows of this shape, of a lone token under ``alone`` KV heads or of several (0)."""
+        return AttentionWalk(replace(self, scale=1.0, sinks=False), alone)
+
+    def parts(self, target: Target) -> tuple[KernelSpec, ...]:
+        return (self.walk(0), self.walk(1)) if direct(self, target.lanes) else (self.walk(0),)
+
     def emit(self, e: Emitter) -> None:
         Attention(self, e).emit_blocks()
 
@@ -158,6 +167,10 @@ class FlashAttnSplits:
         """Groups of query heads: tiles per lane."""
         return self.attention.units // self.attention.tile_heads
 
+    def parts(self, target: Target) -> tuple[KernelSpec, ...]:
+        heads = self.attention.tile_heads
+        return self.attention.parts(target) if heads == 1 else (self.attention.walk(0), self.attention.walk(heads))
+
     def emit(self, e: Emitter) -> None:
         Attention(self.attention, e, self.attention.tile_heads).emit_splits()
 
@@ -170,8 +183,8 @@ def window_lanes(window: int) -> int:
     return max(8, -(-window // SPLIT) + 1) if window else 0
 
 
-class Attention(Steps):
-    """One tile of ``FlashAttn`` or ``FlashAttnSplits``."""
+class Attention(Results):
+    """One tile of ``FlashAttn`` or ``FlashAttnSplits``; ``block``: KV heads per tile, whose rows lie side by side."""
 
     lanes_at = 10
     """The argument that holds the number of lanes."""
@@ -180,7 +193,12 @@ class Attention(Steps):
         units = spec.units // block
         unit = e.b.mul(e.b.urem(e.tile, e.i64(units)), e.i64(block))
         per_head = spec.n_head // spec.n_head_kv // spec.head_block
-        super().__init__(spec, e, e.b.mul(unit, e.i64(spec.head_block)), e.b.udiv(unit, e.i64(per_head)), block)
+        super().__init__(spec, e, e.b.mul(unit, e.i64(spec.head_block)))
+        kv_head = e.b.udiv(unit, e.i64(per_head))
+        self.block = block
+        self.k_row, self.v_row = cache.row_bytes(spec.type_k, spec.d), cache.row_bytes(spec.type_v, spec.dv)
+        self.k, self.v = e.at(e.arg_ptr(2), kv_head, self.k_row), e.at(e.arg_ptr(3), kv_head, self.v_row)
+        self.cells = e.arg_ptr(4)
         self.place = e.b.udiv(e.tile, e.i64(units))
         self.visible, self.partials = e.arg_ptr(5), e.arg_ptr(9)
         self.tokens = e.param("T")
@@ -189,6 +207,26 @@ class Attention(Steps):
         few = b.icmp_signed("<=", self.tokens, e.i64(spec.decode_tokens))
         several = b.and_(b.icmp_signed(">", self.tokens, e.i64(1)), b.icmp_signed(">", entries, e.i64(LANE)))
         self.apart = b.and_(few, b.or_(several, b.icmp_signed(">", entries, e.i64(SPLIT))))
+
+    def walk(self, span: Span, rows: Value) -> None:
+        """All steps of the span for the first ``rows`` rows."""
+        e, b = self.e, self.e.b
+        if not direct(self.spec, self.lanes):
+            self.call(0, span, rows)
+            return
+        with e.if_else(b.icmp_signed("==", rows, e.i64(self.spec.head_block))) as (one, several):
+            with one:
+                self.call(1, span, rows)
+            with several:
+                self.call(0, span, rows)
+
+    def call(self, alone: int, span: Span, rows: Value, unit: Value | None = None) -> None:
+        """``AttentionWalk`` under the first KV head of the tile, or under head ``unit`` of the tile."""
+        e, b = self.e, self.e.b
+        k, v = self.k, self.v
+        if unit is not None:
+            k, v = e.gep(k, b.mul(unit, e.i64(self.k_row))), e.gep(v, b.mul(unit, e.i64(self.v_row)))
+        e.call(symbol(self.spec.walk(alone)), (k, v, rows, *span))
 
     def triple(self, t: Value, part: int) -> Value:
         e = self.e
@@ -333,10 +371,10 @@ class Attention(Steps):
             return
         with e.if_else(b.icmp_signed("==", b.sub(end, begin), e.i64(1))) as (one, several):
             with one:
-                walked(lambda _: self.walk_alone(part), self.spec.head_block * self.block)
-            with several, self.each_unit() as (_, first_row):
-                self.first_head = first_row
-                walked(lambda rows: self.walk_together(part, rows))
+                walked(lambda rows: self.call(self.block, part, rows), self.spec.head_block * self.block)
+            with several, e.for_range(0, self.block, name="unit") as unit:
+                self.first_head = b.mul(unit, e.i64(self.spec.head_block))
+                walked(lambda rows: self.call(0, part, rows, unit))
                 self.first_head = e.i64(0)
 
     def merge_records(self, t: Value, h: Value) -> None:

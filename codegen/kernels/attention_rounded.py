@@ -17,7 +17,7 @@ from ggufc.codegen.emitter import F32, I32, Value, Var, vec
 from ggufc.codegen.kernels.attention_blocks import BlockRows, Keys
 from ggufc.codegen.kernels.attention_cells import STEP, CellRows
 from ggufc.codegen.kernels.attention_rows import ROUNDED_BLOCK, Rows
-from ggufc.codegen.kernels.cache_blocks import VALUES, low_bytes, rounded
+from ggufc.codegen.kernels.cache_blocks import BLOCKS, VALUES, low_bytes, rounded
 from ggufc.codegen.kernels.vmath import ROUND_F32
 
 _UNROLLED = 4
@@ -34,12 +34,12 @@ class RoundedRows(Rows):
 
     keys: CellRows
 
-    def load_query(self, t: Value, h: Value, r: Value) -> None:
-        super().load_query(t, h, r)
-        if isinstance(self.keys, BlockRows):
-            self._round_query(r)
+    @property
+    def rounds(self) -> bool:
+        return self.spec.type_k in BLOCKS and not self.spec.shared
 
-    def _round_query(self, r: Value) -> None:
+    def round_query(self, r: Value) -> None:
+        """The codes of row ``r``'s query."""
         e, b, n = self.e, self.e.b, self.lanes
         ty = vec(F32, n)
         query, record = self.at(self.s.q, r, 4 * self.spec.d), self.record_of(r)

@@ -14,6 +14,7 @@ from llvmlite import ir
 from ggufc.codegen.emitter import F32, I1, I32, I64, PTR, Emitter, Value, Var, vec
 from ggufc.codegen.kernels.attention_blocks import BlockRows
 from ggufc.codegen.kernels.attention_cells import GROUP, STEP, CellRows, joined
+from ggufc.codegen.kernels.attention_rows import direct
 from ggufc.codegen.kernels.attention_weights import WeighedRows
 from ggufc.codegen.kernels.cache_blocks import BLOCKS
 
@@ -52,21 +53,18 @@ class Coming(NamedTuple):
 
 
 class Scores(WeighedRows):
-    """Rows with the cache they attend to; ``block``: KV heads per tile, whose rows lie side by side."""
+    """Rows with the cache they attend to: the head of cell 0 at ``k`` and ``v``, and ``block`` - 1 more KV heads side by side with it."""
 
-    def __init__(self, spec: FlashAttn, e: Emitter, first_head: Value, kv_head: Value, block: int) -> None:
-        super().__init__(spec, e, first_head)
+    def __init__(self, spec: FlashAttn, e: Emitter, k: Value, v: Value, block: int) -> None:
+        super().__init__(spec, e)
         k_cell, v_cell = spec.cells_of
         k_rows, v_rows = (BlockRows if t in BLOCKS and not spec.shared else CellRows for t in (spec.type_k, spec.type_v))
-        self.keys = k_rows(e, spec.type_k, spec.d, k_cell, e.arg_ptr(2), kv_head, self.at(self.s.k_ring))
-        self.values = v_rows(e, spec.type_v, spec.dv, v_cell, e.arg_ptr(3), kv_head, self.at(self.s.v_ring), not spec.shared)
-        self.cells = e.arg_ptr(4)
+        self.keys = k_rows(e, spec.type_k, spec.d, k_cell, k, e.i64(0), self.at(self.s.k_ring))
+        self.values = v_rows(e, spec.type_v, spec.dv, v_cell, v, e.i64(0), self.at(self.s.v_ring), not spec.shared)
         self.block = block
-        # With few query heads a lone token uses each converted value too rarely to store it first.
-        self.direct = spec.head_block <= 4 and spec.head_block * self.width <= self.registers
         # A tile of all KV heads fetches cells in the order in which they lie: memory likes that best. One of a single head fetches what
         # it reads of a step to come, piece by piece: a burst of prefetches would hold up the arithmetic.
-        self.in_order = self.direct and block == spec.n_head_kv and not spec.shared
+        self.in_order = direct(spec, self.lanes) and block == spec.n_head_kv and not spec.shared
 
     def steps_of(self, span: Span) -> tuple[Value, Value]:
         """The first step of a span, and the one after the last."""

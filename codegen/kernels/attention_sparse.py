@@ -16,6 +16,7 @@ from ggufc.codegen.emitter import I32, I64, Emitter, Value
 from ggufc.codegen.errors import CodegenError
 from ggufc.codegen.kernels.attention_cpu import LANE, SPLIT, Attention, FlashAttn
 from ggufc.codegen.kernels.attention_rows import Scratch
+from ggufc.codegen.kernels.base import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class SparseAttn:
     def first(self) -> FlashAttn:
         return self.walk(self.type_k)
 
+    def parts(self, target: Target) -> tuple[KernelSpec, ...]:
+        return (*self.walk(self.type_k).parts(target), *self.walk(self.type_more).parts(target))
+
     def emit(self, e: Emitter) -> None:
         _SparseAttention(self, e).emit_blocks()
 
@@ -69,6 +73,9 @@ class SparseAttnSplits:
     attention: SparseAttn
     arg_names: ClassVar[tuple[str, ...]] = (*SparseAttn.arg_names, "lanes")
 
+    def parts(self, target: Target) -> tuple[KernelSpec, ...]:
+        return self.attention.parts(target)
+
     def emit(self, e: Emitter) -> None:
         _SparseAttention(self.attention, e).emit_splits()
 
@@ -81,7 +88,7 @@ class _More(Attention):
 
     def __init__(self, spec: SparseAttn, e: Emitter) -> None:
         super().__init__(spec.walk(spec.type_more), e)
-        self.keys.base = self.values.base = e.arg_ptr(10)
+        self.k = self.v = e.arg_ptr(10)
         self.seen_by_all = spec.entries if isinstance(spec.entries, int) else 0
         if self.seen_by_all:
             self.cells = e.global_const(I32, range(self.seen_by_all), f"first_{self.seen_by_all}")

@@ -18,19 +18,8 @@ from ggufc.codegen.kernels.attention_scores import Span
 class Steps(Alone):
     """The walk of rows over the steps of a span."""
 
-    def walk(self, span: Span, rows: Value) -> None:
-        """All steps of the span for the first ``rows`` rows."""
-        e, b = self.e, self.e.b
-        if not self.direct:
-            self.walk_together(span, rows)
-            return
-        with e.if_else(b.icmp_signed("==", rows, e.i64(self.spec.head_block))) as (one, several):
-            with one:
-                self.walk_alone(span)
-            with several:
-                self.walk_together(span, rows)
-
     def walk_together(self, span: Span, rows: Value) -> None:
+        """All steps of the span for the first ``rows`` rows."""
         e, b = self.e, self.e.b
         self.clear_minima(rows)
         first, stop = self.steps_of(span)

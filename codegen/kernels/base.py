@@ -15,8 +15,7 @@ class KernelSpec(Protocol):
     """A kernel's signature. Implementations are frozen dataclasses: equal specifications are one kernel, emitted once.
 
     ``emit`` receives an ``Emitter`` positioned at the start of a function ``void(args, params, tile, scratch)`` and ends it with ``ret``.
-    ``arg_names`` documents
-    the argument array in order.
+    ``arg_names`` documents the argument array in order. A kernel may name others: ``code`` (``code_of``), ``parts`` (``parts_of``).
     """
 
     arg_names: ClassVar[tuple[str, ...]]
@@ -42,3 +41,9 @@ def symbol(spec: KernelSpec) -> str:
 def code_of(spec: KernelSpec) -> KernelSpec:
     """The specification whose code serves ``spec``: its ``code`` where it names one, else itself."""
     return getattr(spec, "code", spec)
+
+
+def parts_of(spec: KernelSpec, target: Target) -> tuple[KernelSpec, ...]:
+    """The specifications whose functions the CPU code of ``spec`` calls (``Emitter.call``); kernels with equal parts share them."""
+    parts = getattr(spec, "parts", None)
+    return parts(target) if parts else ()
