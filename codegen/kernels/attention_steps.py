@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ggufc.codegen.emitter import F32, I32, I64, Value, Var, vec
+from ggufc.codegen.emitter import F32, I32, I64, Value, vec
 from ggufc.codegen.kernels.attention_alone import Alone
 from ggufc.codegen.kernels.attention_blocks import BlockRows
 from ggufc.codegen.kernels.attention_cells import AHEAD, STEP
@@ -70,27 +70,33 @@ class Steps(Alone):
         ty = vec(F32, n)
         q = self.at(self.s.q, r, 4 * spec.d)
 
-        def add(sums: list[list[Var]], i: Value) -> None:
+        def added(sums: list[list[Value]], i: Value) -> list[list[Value]]:
             column = e.at(k, i, 4 * STEP)
             keys = [e.load(ty, e.gep(column, 4 * n * w)) for w in range(self.width)]
-            for row, cells in enumerate(sums):
+            out = []
+            for row, totals in enumerate(sums):
                 factor = e.splat(e.load(F32, e.gep(e.at(q, i, 4), 4 * spec.d * row)), n)
-                for key, cell in zip(keys, cells):
-                    cell.set(e.fma(factor, key, cell.get()))
+                out.append([e.fma(factor, key, total) for key, total in zip(keys, totals)])
+            return out
 
         def leaf(first: int) -> list[list[Value]]:
             """Products first, first + lanes, ..."""
-            sums = [[e.var(ty, e.const(ty, 0.0)) for _ in range(self.width)] for _ in range(n_rows)]
+            sums: list[list[Value]] = [[e.const(ty, 0.0)] * self.width for _ in range(n_rows)]
             count = len(range(first, spec.d, n))
             if count <= 4:
                 for i in range(first, spec.d, n):
-                    add(sums, e.i64(i))
-            else:
-                unroll = next(u for u in (4, 3, 2, 1) if count % u == 0)
-                with e.for_range(first, spec.d, unroll * n, name="i") as i:
-                    for u in range(unroll):
-                        add(sums, e.b.add(i, e.i64(u * n)))
-            return [[cell.get() for cell in cells] for cells in sums]
+                    sums = added(sums, e.i64(i))
+                return sums
+            cells = [[e.var(ty, total) for total in totals] for totals in sums]
+            unroll = next(u for u in (4, 3, 2, 1) if count % u == 0)
+            with e.for_range(first, spec.d, unroll * n, name="i") as i:
+                sums = [[cell.get() for cell in row] for row in cells]
+                for u in range(unroll):
+                    sums = added(sums, e.b.add(i, e.i64(u * n)))
+                for row, totals in zip(cells, sums):
+                    for cell, total in zip(row, totals):
+                        cell.set(total)
+            return [[cell.get() for cell in row] for row in cells]
 
         def tree(terms: list[int]) -> list[list[Value]]:
             if len(terms) == 1:
