@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from family_files import FAMILIES, family_file, family_metadata
+from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.ir import parse_graph, print_graph, verify
 from ggufc.models import ARCHITECTURES, ModelError, Step, load_model
 from model_files import ModelFile
+from support import BUNDLED_GOLDEN
 
 MLA = [0, 3]
 
@@ -72,6 +74,27 @@ def test_missing_tensor_is_named(name: str) -> None:
         # Without one form of a group of tensors the other is asked for.
         if not any(part in tensor for part in ("_b.weight", "_exps.weight", "rope_factors")):
             assert repr(tensor) in str(error.value)
+
+
+GIVEN = {"llama": "llama-gqa-tied", "gemma3": "gemma3-7", "deepseek4": "deepseek4-split-decode", "openpangu": "openpangu-swa-dsa-ubatch"}
+"""Bundled golden cases of the families that have no file in memory."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("eps", [0.0, -1e-6, math.nan, 0])
+def test_a_norm_without_epsilon_is_refused_before_a_graph_is_built(arch: str, eps: float) -> None:  # S70
+    if arch in GIVEN:
+        with GGUFFile.open(BUNDLED_GOLDEN / GIVEN[arch] / "model.gguf") as file:
+            metadata = dict(file.metadata)
+    else:
+        metadata = family_metadata(next(name for name in FAMILIES if FAMILIES[name][0] == arch))
+    key = f"{arch}.attention.layer_norm_rms_epsilon"
+    ARCHITECTURES[arch].read(metadata)
+    with pytest.raises(ModelError, match="layer_norm_rms_epsilon"):
+        ARCHITECTURES[arch].read(metadata | {key: eps})
+    del metadata[key]
+    with pytest.raises(ModelError, match="layer_norm_rms_epsilon"):
+        ARCHITECTURES[arch].read(metadata)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

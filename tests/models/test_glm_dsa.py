@@ -269,6 +269,14 @@ def test_the_plain_norm_uses_the_epsilon_of_the_others() -> None:  # S70
     g = model_of().build(Step(SPARSE))
     eps = {n.attrs["eps"] for n in g.nodes if n.op.name in ("norm", "rms_norm")}
     assert len(eps) == 1 and len(g.find("norm")) == 3
+    # The file has that one key, and another would not be read (spec/glm-dsa.md 1).
+    for other in (None, 0.5):
+        file = edited(attention__layer_norm_rms_epsilon=3e-4)
+        assert [key for key in file.metadata if "epsilon" in key] == ["glm-dsa.attention.layer_norm_rms_epsilon"]
+        if other:
+            file.metadata["glm-dsa.attention.layer_norm_epsilon"] = other
+        g = load_model(file).build(Step(SPARSE))
+        assert {n.attrs["eps"] for n in g.find("norm")} == {n.attrs["eps"] for n in g.find("rms_norm")} == {3e-4}
     with pytest.raises(ModelError, match="layer_norm_rms_epsilon"):
         glm_dsa_hparams.read(edited(attention__layer_norm_rms_epsilon=0.0).metadata)
 

@@ -188,6 +188,26 @@ def test_leaves_are_weights_caches_and_declared_inputs(name: str, options: tuple
         assert weight.attrs["derived"] in graph.derived if weight.attrs["derived"] else weight.attrs["tensor"] in model.weights
 
 
+TURNING = [case for case in CASES if of_family(case.values[0], ("glm-dsa", "deepseek4", "openpangu")) and case.values[2] == "any"]
+
+
+@pytest.mark.parametrize("name, options, shape", TURNING)
+def test_indexers_share_one_transform_and_rotations_one_operator(name: str, options: tuple[tuple[str, Any], ...], shape: str) -> None:
+    """S51: queries and keys of every indexer of glm-dsa and deepseek4 pass through ``hadamard``, those of openpangu through nothing. S50:
+    what turns forth and what turns back is the same operator, which reads a table."""
+    graph = final(name, options, shape)
+    choices = graph.find("indexer_topk") + [n for n in graph.find("top_k") if ".indexer." in n.name]
+    expected = of_family(name, ("deepseek4",)) or (of_family(name, ("glm-dsa",)) and dict(options).get("dsa", False))
+    assert len(graph.find("hadamard")) == (2 * len(choices) if expected else 0)
+    assert bool(choices) is (expected or name.startswith("openpangu"))
+    back = [n for n in graph.nodes if n.attrs.get("inverse")]
+    assert {n.op.name for n in back} == ({"rope_table"} if of_family(name, ("deepseek4",)) else set())
+    users = graph.users()
+    assert {user.op.name for n in graph.find("rope_table") for user in users[n]} == {"rope_apply"} and not graph.find("rope")
+    if back:
+        assert sum(len(users[n]) for n in back) == model_of(name).n_layer, "the result of each layer's attention"
+
+
 def test_a_graph_with_each_fault_is_caught() -> None:
     """What the tests above look for, put into a graph that has none of it."""
     graph = final("openpangu", tuple(OPTIONS["openpangu"][0].items()), "any").clone()
