@@ -63,7 +63,7 @@ def excess(got: np.ndarray, want: np.ndarray, rtol: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
-def test_golden(case, run):  # S39, S83, S137, S149: compiled, on a CPU
+def test_golden(case, run):  # S39, S42, S83, S137, S149: compiled, on a CPU
     spec = json.loads((case / "case.json").read_text())
     results = run(case)
     rows = []

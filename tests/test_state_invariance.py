@@ -290,7 +290,7 @@ def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, r
         assert np.array_equal(s.decode(tokens[at:], logits="all"), reference[at:])
 
 
-def test_openpangu_keeps_one_sequence_and_no_whole_context(artifact):
+def test_openpangu_keeps_one_sequence_and_no_whole_context(artifact):  # S104, S105
     from ggufc.runtime.errors import RuntimeRefusal
 
     if artifact.manifest.arch != "openpangu":
@@ -307,7 +307,7 @@ def test_openpangu_keeps_one_sequence_and_no_whole_context(artifact):
                 call()
 
 
-def test_deepseek4_is_cut_only_inside_its_current_block(artifact, reference):
+def test_deepseek4_is_cut_only_inside_its_current_block(artifact, reference):  # S54
     from ggufc.runtime.errors import RuntimeRefusal
 
     if artifact.manifest.arch != "deepseek4":

@@ -83,7 +83,7 @@ def test_get_rows(name):
     assert np.allclose(got, weight_values(name, raw, k)[ids], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rows, width", [(300, 24), (70000, 1)])
+@pytest.mark.parametrize("rows, width", [(300, 24), (70000, 1), (2048 * 256, 1)])
 def test_gather_of_many_rows(rows, width):
     """S73: more rows than a grid of 65535 blocks would take."""
     a, idx = normal(7, width), RNG.integers(0, 7, rows).astype(np.int32)
