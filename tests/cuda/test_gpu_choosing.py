@@ -46,8 +46,18 @@ def test_top_k(n, k, order, ties):
     assert got.tolist() == [best(row if order == "desc" else -row, k, ties).tolist() for row in a]
 
 
+@pytest.mark.parametrize("n", [1, 2, 1023, 1024, 1025])
+def test_sorted_rows_around_the_size_of_a_block(n):  # S64
+    """Whole rows with many ties, in both orders."""
+    a = np.random.default_rng(n).integers(-9, 9, (2, n)).astype(np.float32)
+    for order in ("desc", "asc"):
+        spec = TopK(contiguous("f32", (n, T)), n, order)
+        got = run(spec, [a, np.full((2, n), -7, np.int32)], [1], tiles(spec.grid(), {"T": 2}), T=2)[1]
+        assert got.tolist() == [best(row if order == "desc" else -row, n, "lowest").tolist() for row in a]
+
+
 @pytest.mark.parametrize("n, k", [(2500, 2100), (4097, 4097), (70000, 3)])
-def test_long_rows(n, k):
+def test_long_rows(n, k):  # S64
     """More results than are sorted at once, and more entries than a grid of 65535 has blocks (S73)."""
     rng = np.random.default_rng(k)
     a = rng.integers(-400, 400, (1, n)).astype(np.float32) / 7
