@@ -17,7 +17,6 @@ from compiled_graph import compile_graphs, run
 from ggufc.codegen.child import compile_here
 from ggufc.codegen.options import CompileOptions
 from ggufc.diff import CodeSide, InterpreterSide, Tolerances, compare_sides
-from ggufc.diff.recording import Recording
 from ggufc.formats.gguf_reader import GGUFFile
 from ggufc.formats.quants.dequantize import dequantize
 from ggufc.ir.interp import evaluate_derived
@@ -25,6 +24,7 @@ from ggufc.models import Step, load_model
 from ggufc.passes import DEFAULT_PIPELINE, PassManager
 from ggufc.runtime import Session
 from ggufc.runtime.logits import graph_options, run_steps, session_options
+from nan_trap import with_nan
 from support import BUNDLED_GOLDEN
 
 PANGU = "openpangu-swa-dsa-ubatch"
@@ -58,12 +58,6 @@ def compiled(name: str, folder: Path) -> Kept:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
     """The artifact of each case, made once."""
     return cache(lambda name: compiled(name, tmp_path_factory.mktemp("kept")))
-
-
-def with_nan(recording: Recording) -> list[str]:
-    """Results that hold a NaN, rows of caches included."""
-    found = [node.name for node, values in recording.values.items() if values.dtype.kind == "f" and np.isnan(values).any()]
-    return found + [name for name, rows in recording.caches.items() if np.isnan(rows.decoded()).any()]
 
 
 @pytest.mark.parametrize("name, steps", [("glm-dsa-topk8", 3), ("deepseek4-split-decode", 4), (PANGU, 2)])

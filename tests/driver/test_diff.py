@@ -12,9 +12,11 @@ import pytest
 from ggufc.codegen.child import compile_here
 from ggufc.codegen.options import CompileOptions
 from ggufc.diff import CodeSide, InterpreterSide, Report, Tolerances, compare_sides
+from ggufc.diff.recording import Recording
 from ggufc.errors import DriverError
 from ggufc.ir import Graph
 from ggufc.runtime.logits import graph_options, session_options
+from nan_trap import with_nan
 from support import BUNDLED_GOLDEN
 
 LLAMA = BUNDLED_GOLDEN / "llama-gqa-tied"
@@ -50,6 +52,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
     return get
 
 
+def no_nan(step: str, number: int, recording: Recording) -> None:  # S72
+    """Generated code leaves no NaN in any result it keeps, nor in a cache."""
+    assert with_nan(recording) == [], f"step {step}, micro-batch {number}"
+
+
 def diff(
     folder: Path, code: tuple[Path, CompileOptions], edit: Callable[[Graph], None] | None = None, steps: int | None = None, **more: bool
 ) -> Report:
@@ -58,7 +65,7 @@ def diff(
     case["steps"] = case["steps"][:steps]
     left = CodeSide(*code, "code")
     right = InterpreterSide(folder / "model.gguf", code[1], "interpreter", edit=edit)
-    return compare_sides(left, right, case, folder, session_options(case["options"]), Tolerances(**more))
+    return compare_sides(left, right, case, folder, session_options(case["options"]), Tolerances(**more), watch=no_nan)
 
 
 @pytest.mark.parametrize(
