@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from support import SHARED_ARTIFACTS
+
 # A gate started in the background ignores SIGINT, and so would every process the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of shared artifacts; workers inherit its name from the process that starts them, which removes it in the end."""
+    if SHARED_ARTIFACTS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="ggufc-tests-")
+        os.environ[SHARED_ARTIFACTS] = folder.name
+
+        def remove() -> None:
+            del os.environ[SHARED_ARTIFACTS]
+            folder.cleanup()
+
+        config.add_cleanup(remove)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

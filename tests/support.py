@@ -5,18 +5,24 @@ Tests import it as ``support``: this folder is in pytest's ``pythonpath``.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
+    from ggufc.codegen.compile import CompileOptions
     from ggufc.runtime import Artifact, Session
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARED_ARTIFACTS = "GGUFC_TEST_ARTIFACTS"
+"""The variable that tells all workers of a run where ``artifact_of`` keeps artifacts; ``conftest`` sets it."""
 BUNDLED_GOLDEN = Path(__file__).resolve().parent / "golden"
 
 WITHOUT_CUDA_PACKAGES = """\
@@ -49,14 +55,26 @@ def golden_cases(*prefixes: str) -> list[Path]:
     return [cases[name] for name in sorted(cases)]
 
 
+def artifact_of(model: Path, options: CompileOptions) -> Path:
+    """The artifact of a small model, compiled once per run of the tests: all modules and workers share it, for reading only."""
+    from ggufc.codegen.compile import compile_file
+
+    key = hashlib.sha256(model.read_bytes() + msgspec.json.encode(options, order="deterministic")).hexdigest()
+    artifact = Path(os.environ[SHARED_ARTIFACTS]) / f"{key}.ggufc"
+    with open(artifact.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not artifact.exists():
+            compile_file(model, artifact, options)
+    return artifact
+
+
 @contextmanager
-def compiled(case: Path, folder: Path, **options: Any) -> Iterator[Artifact]:
-    """The artifact of a case's model, made in ``folder``; ``options`` of ``CompileOptions``."""
-    from ggufc.codegen.compile import CompileOptions, compile_file
+def compiled(case: Path, **options: Any) -> Iterator[Artifact]:
+    """The artifact of a case's model; ``options`` of ``CompileOptions``."""
+    from ggufc.codegen.compile import CompileOptions
     from ggufc.runtime import Artifact
 
-    compile_file(case / "model.gguf", folder / "model.ggufc", CompileOptions(jobs=1, **options))
-    with Artifact.open(folder / "model.ggufc") as artifact:
+    with Artifact.open(artifact_of(case / "model.gguf", CompileOptions(jobs=1, **options))) as artifact:
         yield artifact
 
 

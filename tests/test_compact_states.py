@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.codegen.compile import CompileOptions
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.session import Session
-from support import golden_cases
+from support import artifact_of, golden_cases
 
 CASES = [case for case in golden_cases("openpangu-swa-compress", "deepseek4-long")]
 LENGTH = 700
@@ -22,9 +21,8 @@ Open = Callable[..., Session]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: p.name)
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Open:
-    artifact: Path = tmp_path_factory.mktemp("compact") / "model.ggufc"
-    compile_file(request.param / "model.gguf", artifact, CompileOptions(jobs=1))
+def opened(request: pytest.FixtureRequest) -> Open:
+    artifact = artifact_of(request.param / "model.gguf", CompileOptions(jobs=1))
 
     def make(compact: bool = True, **options: Any) -> Session:
         return Session(artifact, compact_windows=compact, **{"n_ctx": 1024, "n_batch": 1024, "n_ubatch": 64, "n_threads": 1, **options})

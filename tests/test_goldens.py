@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import golden_cases
+from support import artifact_of, golden_cases
 
 PREFIXES = (
     "llama-",
@@ -37,21 +37,18 @@ CASES = [case for case in golden_cases(*PREFIXES) if case.name not in WITHOUT_LO
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run():
     """``run(case folder) -> {step name: logits}`` through a compiled artifact, as ``ggufc logits`` does."""
-    from ggufc.codegen.compile import CompileOptions, compile_file
+    from ggufc.codegen.compile import CompileOptions
     from ggufc.runtime.logits import graph_options, run_case, session_options, without_prediction
     from ggufc.runtime.session import Session
-
-    folder = tmp_path_factory.mktemp("artifacts")
 
     def go(case: Path, target: str = "native", pipeline: str | None = None) -> dict[str, np.ndarray]:
         spec, _ = without_prediction(json.loads((case / "case.json").read_text()))
         options = spec["options"]
-        artifact = folder / "case.ggufc"
         cache = {key: options[key] for key in ("type_k", "type_v") if key in options}
         compilation = CompileOptions(target=target, pipeline=pipeline, jobs=1, builder=graph_options(options), **cache)
-        compile_file(case / "model.gguf", artifact, compilation)
+        artifact = artifact_of(case / "model.gguf", compilation)
         return run_case(lambda o: Session(artifact, **session_options(o)), spec, case)
 
     return go

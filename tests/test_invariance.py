@@ -17,9 +17,9 @@ LENGTH = 96
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda p: p[0].name + "-mixed" * bool(p[1]))
-def artifact(request, tmp_path_factory):
+def artifact(request):
     case, options = request.param
-    with compiled(case, tmp_path_factory.mktemp("artifact"), **options) as opened:
+    with compiled(case, **options) as opened:
         yield opened
 
 

@@ -19,8 +19,8 @@ INDEXED, WINDOWED = 2, (0, 1, 3)
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
-    with compiled(CASE, tmp_path_factory.mktemp("sinks"), keep="stored", builder={"idx_type_k": "f32"}) as opened:
+def artifact() -> Iterator[Artifact]:
+    with compiled(CASE, keep="stored", builder={"idx_type_k": "f32"}) as opened:
         yield opened
 
 

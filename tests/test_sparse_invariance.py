@@ -25,9 +25,9 @@ SIZES = (2048, 1000, 512, 257)
 
 
 @pytest.fixture(scope="module", params=[case for case in golden_cases(*NAMES) if case.name in NAMES], ids=lambda p: p.name)
-def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+def artifact(request: pytest.FixtureRequest) -> Iterator[Artifact]:
     options = json.loads((request.param / "case.json").read_text())["options"]
-    with compiled(request.param, tmp_path_factory.mktemp("artifact"), builder=graph_options(options)) as opened:
+    with compiled(request.param, builder=graph_options(options)) as opened:
         yield opened
 
 

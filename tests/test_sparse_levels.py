@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggufc.codegen.compile import CompileOptions, compile_file
+from ggufc.codegen.compile import CompileOptions
 from ggufc.codegen.cpu.target import host_features, resolve
 from ggufc.runtime.logits import graph_options, run_case, session_options
 from ggufc.runtime.session import Session
-from support import golden_cases
+from support import artifact_of, golden_cases
 
 NAMES = ("glm-dsa-topk8", "openpangu-pos0", "deepseek4-split-decode")
 CASES = [case for case in golden_cases(*NAMES) if case.name in NAMES]
@@ -22,14 +22,13 @@ FORMS = {"baseline": {"target": "x86-64"}, "avx2": {"target": "x86-64-v3"}, "unf
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda p: p.name)
-def test_golden(case: Path, form: str, tmp_path: Path) -> None:  # S137, S149, S153
+def test_golden(case: Path, form: str) -> None:  # S137, S149, S153
     if not host_features().issuperset(resolve(FORMS[form].get("target", "x86-64")).features):
         pytest.skip(f"this machine cannot run {FORMS[form]['target']}")
     spec = json.loads((case / "case.json").read_text())
     options = spec["options"]
     cache = {key: options[key] for key in ("type_k", "type_v") if key in options}
-    artifact = tmp_path / "model.ggufc"
-    compile_file(case / "model.gguf", artifact, CompileOptions(jobs=1, builder=graph_options(options), **cache, **FORMS[form]))
+    artifact = artifact_of(case / "model.gguf", CompileOptions(jobs=1, builder=graph_options(options), **cache, **FORMS[form]))
     results = run_case(lambda o: Session(artifact, **session_options(o)), spec, case)
     for name, got in results.items():
         want = np.load(case / f"{name}.npy")

@@ -18,7 +18,7 @@ from ggufc.passes.split_heads import with_split
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.perplexity import perplexity
 from ggufc.runtime.session import Session
-from support import fill_results, golden_cases
+from support import artifact_of, fill_results, golden_cases
 
 CASE = next(case for case in golden_cases("glm-dsa-topk8") if case.name == "glm-dsa-topk8")
 LENGTH = 60
@@ -34,16 +34,8 @@ Open = Callable[..., Session]
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("sparse")
-
-    def artifact(kind: str) -> Path:
-        path = folder / f"{kind}.ggufc"
-        if not path.exists():
-            compile_file(CASE / "model.gguf", path, CompileOptions(jobs=1, **OPTIONS[kind]))
-        return path
-
-    return artifact
+def artifacts() -> Callable[[str], Path]:
+    return lambda kind: artifact_of(CASE / "model.gguf", CompileOptions(jobs=1, **OPTIONS[kind]))
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ SHARED = settings(max_examples=12, deadline=None, suppress_health_check=[HealthC
 
 
 @pytest.fixture(scope="module", params=[case for case in golden_cases(*NAMES) if case.name in NAMES], ids=lambda p: p.name)
-def artifact(request, tmp_path_factory):
+def artifact(request):
     from ggufc.runtime.logits import graph_options
 
     options = json.loads((request.param / "case.json").read_text())["options"]
-    with compiled(request.param, tmp_path_factory.mktemp("artifact"), builder=graph_options(options)) as opened:
+    with compiled(request.param, builder=graph_options(options)) as opened:
         yield opened
 
 

@@ -13,6 +13,7 @@ import pytest
 import fake_model
 from ggufc.runtime.paths import models_dir
 from ggufc.runtime.session import Session
+from support import BUNDLED_GOLDEN, artifact_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,19 +39,12 @@ def session(toy):
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
+def compiled():
     """``compiled(case, **options)``: the artifact of a bundled golden case's model, compiled once per test run."""
-    from ggufc.codegen.compile import CompileOptions, compile_file
-
-    folder = tmp_path_factory.mktemp("compiled")
-    done: dict[tuple[str, str], Path] = {}
+    from ggufc.codegen.compile import CompileOptions
 
     def artifact(case: str, **options) -> Path:
-        key = (case, repr(sorted(options.items())))
-        if key not in done:
-            done[key] = folder / f"{len(done)}.ggufc"
-            compile_file(ROOT / "tests" / "golden" / case / "model.gguf", done[key], CompileOptions(jobs=1, **options))
-        return done[key]
+        return artifact_of(BUNDLED_GOLDEN / case / "model.gguf", CompileOptions(jobs=1, **options))
 
     return artifact
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ggufc.runtime.session import Session
-from support import golden_cases
+from support import artifact_of, golden_cases
 
 FAMILIES = (
     "llama-moe",
@@ -32,13 +32,12 @@ CASES = [case for case in golden_cases(*FAMILIES) if case.name in FAMILIES]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_state_and_copies_have_the_bits_of_the_run_that_went_on(case, tmp_path):  # S8
-    from ggufc.codegen.compile import CompileOptions, compile_file
+def test_state_and_copies_have_the_bits_of_the_run_that_went_on(case):  # S8
+    from ggufc.codegen.compile import CompileOptions
 
     options = json.loads((case / "case.json").read_text())["options"]
     types = {key: options[key] for key in ("type_k", "type_v") if key in options}
-    path = tmp_path / "model.ggufc"
-    compile_file(case / "model.gguf", path, CompileOptions(jobs=1, **types))
+    path = artifact_of(case / "model.gguf", CompileOptions(jobs=1, **types))
     with Session(path, n_ctx=256, n_seq_max=3, n_ubatch=16, n_threads=1) as s:
         tokens = np.random.default_rng(1).integers(3, s.n_vocab - 1, 40).tolist()
         s.decode(tokens[:20], seq=0)
@@ -59,11 +58,10 @@ def test_state_and_copies_have_the_bits_of_the_run_that_went_on(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == "phi3-long"], ids=lambda case: case.name)
-def test_positions_of_a_long_context_move_by_its_own_factors(case, tmp_path):
-    from ggufc.codegen.compile import CompileOptions, compile_file
+def test_positions_of_a_long_context_move_by_its_own_factors(case):
+    from ggufc.codegen.compile import CompileOptions
 
-    path = tmp_path / "model.ggufc"
-    compile_file(case / "model.gguf", path, CompileOptions(jobs=1, type_k="f32", type_v="f32"))
+    path = artifact_of(case / "model.gguf", CompileOptions(jobs=1, type_k="f32", type_v="f32"))
     with Session(path, n_ctx=256, n_threads=1) as s:
         tokens = np.random.default_rng(1).integers(3, s.n_vocab - 1, 30).tolist()
         assert "@" in s.executor.program.name
