@@ -211,6 +211,48 @@ def test_copy_of_a_transposed_view(to):
     assert got.tobytes() == quantize(to, np.ascontiguousarray(a.T)).tobytes()
 
 
+@pytest.mark.parametrize("op", ["add", "mul"])
+def test_views_broadcast_like_their_copies(op):  # S71
+    """Slices of columns and of rows as either operand: the bits of the contiguous copy."""
+    whole, wide = normal(5, 20), normal(5 * 40)
+    out = contiguous("f32", (20, T))
+    slices = {
+        Strided("f32", (20, T), (1, 40), 20): wide.reshape(5, 40)[:, 20:],
+        Strided("f32", (20, T), (T, 1)): wide[:100].reshape(20, 5).T,
+        Strided("f32", (20,), (1,), 40): np.broadcast_to(wide[40:60], (5, 20)),
+    }
+    for view, copied in slices.items():
+        want = whole + copied if op == "add" else whole * copied
+        for pair, arrays in (((view, out), (wide, whole)), ((out, view), (whole, wide))):
+            spec = Elementwise((op, 0, 1), out, pair)
+            got = run(spec, [np.zeros((5, 20), np.float32), *arrays], [0], tiles(spec.grid(), {"T": 5}), T=5)[0]
+            assert got.tobytes() == want.tobytes()
+
+
+def test_integers_are_copied_exactly():  # S68
+    a = np.array([-(2**31), 2**31 - 1, 16777217, -16777219, 0, 5], np.int32)
+    for source, want in ((contiguous("i32", (3, 2)), a), (Strided("i32", (3, 2), (2, 1)), a.reshape(3, 2).T.reshape(-1))):
+        spec = Copy(source, contiguous("i32", (3, 2)))
+        assert run(spec, [a, np.zeros(6, np.int32)], [1], tiles(spec.grid(), {}))[1].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("n", [1, 33, 4096])
+def test_sums_over_any_dimension_equal_a_loop(dtype, n):  # S60
+    """The second and the third dimension of a tensor with gaps between its rows, in the order of a loop; rows of the first to 1e-6."""
+    a = normal(2, 3, 2 * n).astype(np.float16 if dtype == "f16" else np.float32)
+    used = a[:, :, :n].astype(np.float32)
+    source = Strided(dtype, (n, 3, 2), (1, 2 * n, 6 * n))
+    for dim, want in ((1, used[:, 0] + used[:, 1] + used[:, 2]), (2, used[0] + used[1])):
+        shape = tuple(1 if i == dim else m for i, m in enumerate((n, 3, 2)))
+        spec = SumRowsExt(source, dim, contiguous("f32", shape))
+        assert run(spec, [a, np.zeros(want.shape, np.float32)], [1], tiles(spec.grid(), {}))[1].tobytes() == want.tobytes()
+    spec = SumRows(source, contiguous("f32", (1, 3, 2)))
+    got = run(spec, [a, np.zeros((2, 3), np.float32)], [1], tiles(spec.grid(), {}))[1]
+    exact = used.astype(np.float64)
+    assert (np.abs(got - exact.sum(2)) <= 1e-6 * np.abs(exact).sum(2)).all()
+
+
 def test_soft_max_with_mask():
     n, rows = 70, 5
     a, mask = normal(rows, n) * 3, np.where(RNG.random((rows, n)) < 0.3, -np.inf, 0).astype(np.float32)
