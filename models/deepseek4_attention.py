@@ -64,6 +64,7 @@ def attention(b: Builder, hp: DeepSeek4Params, x: Node, i: int, rows: Node | Non
     layer, name, step = hp.layers[i], f"blk.{i}", b.step
     assert isinstance(layer, DeepSeek4Layer) and layer.rope is not None
     d, h = layer.head_dim, layer.n_head
+    step.observe("flash_attn")  # passes fuse what follows only where the option allows it
     with b.block(f"{name}.attn", attention_nodes(layer)):
         qr = b.rms_norm(b.linear(x, f"{name}.attn_q_a"), f"{name}.attn_q_a_norm")
         q = b.add("reshape", b.linear(qr, f"{name}.attn_q_b"), name=f"{name}.attn_q.heads", ne=(d, h, step.T))

@@ -54,6 +54,7 @@ def attention(b: Builder, hp: OpenPanguParams, x: Node, i: int, rows: Node | Non
     layer, name = hp.layers[i], f"blk.{i}"
     assert isinstance(layer, OpenPanguLayer) and layer.latent is not None
     p = plan(hp, layer, b.step)
+    b.step.observe("flash_attn")  # passes fuse what follows only where the option allows it
     with b.block(f"{name}.attn", attention_nodes(hp, layer, p)):
         q_l = b.linear(x, f"{name}.attn_q_a")
         q_l = b.rms_norm(causal_conv(b, q_l, f"{name}.attn_qa_conv.weight", f"{name}.conv_qa"), f"{name}.attn_q_a_norm")

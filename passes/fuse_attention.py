@@ -161,6 +161,11 @@ def _hides(m: Match) -> bool:
     return m["hidden"].attrs["value"] <= HIDDEN and m["selected"].attrs["value"] == 0.0 and isinstance(m["chosen"].type.ne[0], int)
 
 
+def fusion_allowed(graph: Graph) -> bool:
+    """Whether the option ``flash_attn`` leaves attention to be fused."""
+    return graph.analysis.get("observations", {}).get(OPTION, True) is not False
+
+
 def superseded(rw: Rewriter, version: Node, node: Node) -> bool:
     """Is the cache written again before ``node``? Scores may have been computed earlier; a fused operator reads caches late."""
     return any(
@@ -245,6 +250,4 @@ class FuseAttention(RulePass):
 
     def apply(self, graph: Graph) -> PassResult:
         """See the class."""
-        if graph.analysis.get("observations", {}).get(OPTION, True) is False:
-            return PassResult(False, {r.name: 0 for r in self.rules})
-        return super().apply(graph)
+        return super().apply(graph) if fusion_allowed(graph) else PassResult(False, {r.name: 0 for r in self.rules})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ggufc.ir import Node
+from ggufc.ir import Graph, Node
 from ggufc.ir.dims import IntDim
 from ggufc.ir.layout import layout
 from ggufc.ir.ops.cache import is_version
-from ggufc.passes.base import RulePass
+from ggufc.passes.base import PassResult, RulePass
 from ggufc.passes.canonicalize import LAYOUT_RULES
-from ggufc.passes.fuse_attention import stored_rows, superseded, visible_lists
+from ggufc.passes.fuse_attention import fusion_allowed, stored_rows, superseded, visible_lists
 from ggufc.passes.rules import Match, Rewriter, Rule, any_node, op, rule
 
 
@@ -131,8 +131,12 @@ class FuseSparseAttention(RulePass):
     Precondition: a valid graph, canonicalised, after ``fuse-indexer-topk``. Each kind is either rows of a cache under a ``kq_mask``, whole
     or narrowed to a choice, or rows of which every token sees all (learned sinks); values are the first numbers of the rows. Postcondition:
     no such pair is left. Nothing that grows with the cells of a cache but its lists is read or written: over choices the cost grows with
-    the number chosen alone.
+    the number chosen alone. Nothing is fused where the builder was told so (option ``flash_attn``).
     """
 
     name: ClassVar[str] = "fuse-sparse-attention"
     rules: ClassVar[tuple[Rule, ...]] = (do_two_kinds, *LAYOUT_RULES)
+
+    def apply(self, graph: Graph) -> PassResult:
+        """See the class."""
+        return super().apply(graph) if fusion_allowed(graph) else PassResult(False, {r.name: 0 for r in self.rules})

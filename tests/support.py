@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,25 @@ def compiled(case: Path, **options: Any) -> Iterator[Artifact]:
 
     with Artifact.open(artifact_of(case / "model.gguf", CompileOptions(jobs=1, **options))) as artifact:
         yield artifact
+
+
+def check_golden(case: Path, spec: Mapping[str, Any], results: Mapping[str, np.ndarray]) -> None:
+    """The logits of the named steps of ``spec``, a golden case or a part of it, are those of the other engine within the tolerance."""
+    worst = []
+    for name in [step["name"] for step in spec["steps"] if "name" in step]:
+        want, got = np.load(case / f"{name}.npy"), results[name]
+        assert got.shape == want.shape, name
+        assert np.isfinite(got).all()
+        worst.append((np.abs(got - want) - spec["rtol"] * np.abs(want)).max(axis=-1))
+    rows = np.concatenate(worst)
+    rounded = spec.get("atol_if_activations_are_rounded_as_the_engine_does")
+    if rounded is None:
+        assert rows.max() <= spec["atol"]
+        return
+    # Quantised weights: every row within the tolerance, and either the typical or the best row close, depending on how activations are
+    # rounded.
+    assert rows.max() <= max(spec["atol"], rounded)
+    assert np.median(rows) <= spec["median_row_atol_unrounded"] or np.quantile(rows, 0.25) <= spec["low_quartile_row_atol_rounded"]
 
 
 def random_tokens(artifact: Artifact, length: int) -> list[int]:

@@ -58,6 +58,17 @@ def test_every_sublayer_has_three_operators_of_hyper_connections(case: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["openpangu-swa-dsa-f16", "deepseek4-split-decode"])
+def test_the_option_leaves_attention_unfused_and_all_else_fused(name: str) -> None:  # S45
+    (case,) = (c for c in CASES if c.name == name)
+    model, g = build(case, flash_attn=False)
+    PassManager.parse(DEFAULT_PIPELINE).run(g)
+    assert g.analysis["observations"]["flash_attn"] is False
+    assert not g.find("sparse_attn") and not g.find("flash_attn")
+    assert len([n for n in g.find("soft_max") if n.name.endswith("kq_soft_max")]) == model.n_layer
+    assert g.find("indexer_topk") and g.find("hc_post") and g.find("expert_weights")
+
+
+@pytest.mark.parametrize("name", ["openpangu-swa-dsa-f16", "deepseek4-split-decode"])
 def test_attention_over_windows_and_choices_reads_the_same_at_any_length(name: str) -> None:  # S99, S154
     (case,) = (c for c in CASES if c.name == name)
     _, g = build(case, dsa_top_k=2048)
