@@ -96,7 +96,7 @@ def _buffer_stdout() -> None:
     """
     old = sys.stdout
     raw = getattr(old, "buffer", None)
-    if old is sys.__stdout__ and isinstance(raw, io.RawIOBase):
+    if old is sys.__stdout__ and isinstance(old, io.TextIOWrapper) and isinstance(raw, io.RawIOBase):
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), old.encoding, old.errors, line_buffering=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def _reuse(path: Path) -> list[str]:
         return reuse_trial(artifact)
 
 
-def _table(rows: list[tuple[str, ...]], indent: str = "  ") -> Iterator[str]:
+def _table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> Iterator[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     for row in rows:
         yield (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip()
