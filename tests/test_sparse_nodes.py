@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from compiled_graph import compile_graphs, run
-from ggufc.codegen.child import compile_here
 from ggufc.codegen.options import CompileOptions
 from ggufc.diff import CodeSide, InterpreterSide, Tolerances, compare_sides
 from ggufc.formats.gguf_reader import GGUFFile
@@ -25,7 +24,7 @@ from ggufc.passes import DEFAULT_PIPELINE, PassManager
 from ggufc.runtime import Session
 from ggufc.runtime.logits import graph_options, run_steps, session_options
 from nan_trap import with_nan
-from support import BUNDLED_GOLDEN
+from support import BUNDLED_GOLDEN, artifact_of
 
 PANGU = "openpangu-swa-dsa-ubatch"
 
@@ -46,18 +45,17 @@ class Kept:
             yield session, side
 
 
-def compiled(name: str, folder: Path) -> Kept:
+def compiled(name: str) -> Kept:
     case = json.loads((BUNDLED_GOLDEN / name / "case.json").read_text())
     types = {key: case["options"][key] for key in ("type_k", "type_v") if key in case["options"]}
     options = CompileOptions(jobs=1, keep="stored", builder=graph_options(case["options"]), **types)
-    compile_here(BUNDLED_GOLDEN / name / "model.gguf", folder / "kept.ggufc", options)
-    return Kept(BUNDLED_GOLDEN / name, folder / "kept.ggufc", options, case)
+    return Kept(BUNDLED_GOLDEN / name, artifact_of(BUNDLED_GOLDEN / name / "model.gguf", options), options, case)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
+def kept() -> Callable[[str], Kept]:
     """The artifact of each case, made once."""
-    return cache(lambda name: compiled(name, tmp_path_factory.mktemp("kept")))
+    return cache(compiled)
 
 
 @pytest.mark.parametrize("name, steps", [("glm-dsa-topk8", 3), ("deepseek4-split-decode", 4), (PANGU, 2)])
