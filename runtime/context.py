@@ -29,7 +29,7 @@ from .history import TokenHistory
 from .kvcells import KVCells
 from .rows import of_cells
 from .sizes import CACHE_PAD, Sizes, pad
-from .state_inputs import SequenceStates
+from .state_inputs import SequenceStates, cells_of_session
 from .statistics import Statistics
 from .windows import WindowRows
 
@@ -80,7 +80,7 @@ class Context:
         train = manifest.n_ctx_train or DEFAULT_N_CTX
         self.n_ctx = min(DEFAULT_N_CTX, train) if n_ctx is None else (n_ctx or train)
         if n_seq_max > 1 and any(not of_cells(cache) for cache in manifest.caches):
-            self.n_ctx = n_seq_max * pad(-(-self.n_ctx // n_seq_max))  # equal parts, see SequenceStates.cells
+            self.n_ctx = cells_of_session(self.n_ctx, n_seq_max)
         self.n_batch = max(16, min(n_batch, self.n_ctx))
         self.n_ubatch = min(n_ubatch, self.n_batch)
         self.n_seq_max, self.n_vocab, self.seed = n_seq_max, manifest.n_vocab, seed
@@ -187,7 +187,7 @@ class Context:
             for start, n in zip(starts, counts):
                 part = batch.part(at, at + n)
                 if self.states:
-                    slots = self.states.cells(part.first_seqs(), part.pos)
+                    slots = self.states.cells(part.first_seqs(), part.pos, cells)
                     cells.insert_at(slots, part.pos, part.seqs)
                 else:
                     slots = np.arange(start, start + n, dtype=np.int32)

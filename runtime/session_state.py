@@ -9,6 +9,7 @@ import numpy as np
 from . import state, state_load, state_rows
 from .errors import RuntimeRefusal
 from .rows import Store
+from .state_inputs import CELL_BLOCK
 from .state_io import BlobSource, CountingSink, FileSink, Sink, Source, Target, open_source, open_target
 
 if TYPE_CHECKING:
@@ -111,17 +112,18 @@ def load(session: Session, blob: BlobSource, seq: int | None, partial: bool) -> 
 
 
 def _own_cells(session: Session, source: Source, seqs: np.ndarray | int, pos: np.ndarray) -> np.ndarray:
-    """The cells of restored tokens where each sequence has cells of its own."""
-    states = session.states
-    if len(pos) and pos.max() >= states.cells_per_sequence:
-        raise RuntimeRefusal(
-            f"{source.name}: position {int(pos.max())} does not fit the {states.cells_per_sequence} cells a sequence has here; use a "
-            "larger n_ctx"
-        )
-    where = states.cells(seqs, pos)
-    if len(np.unique(where)) != len(where):
+    """Free cells for restored tokens of a model that keeps state per sequence."""
+    states, cells = session.states, session.cells
+    owners = np.broadcast_to(seqs, pos.shape).astype(np.int64)
+    if len(np.unique(owners << 32 | pos.astype(np.int64))) != len(pos):
         raise RuntimeRefusal(f"{source.name}: two cells of a sequence have the same position; the state is damaged, save it again")
-    return where
+    of = {seq: pos[owners == seq] for seq in np.unique(owners).tolist()}
+    blocks = {seq: len(np.unique(mine // CELL_BLOCK)) for seq, mine in of.items()}
+    try:
+        states.check_room(blocks, {seq: int(mine.max()) for seq, mine in of.items()}, cells)
+    except RuntimeRefusal as refusal:
+        raise RuntimeRefusal(f"{source.name}: {refusal}", soft=True) from None
+    return states.cells(seqs, pos, cells)
 
 
 def _load_context(session: Session, source: Source) -> int:

@@ -10,7 +10,7 @@ true, and fills the inputs by which graphs read and write it. docs/runtime-input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,21 @@ SHAPES: dict[str, tuple[int, str]] = {
     "entry_visible": (3, "T"),
 }
 """Kind of input -> values per unit (0: the ratio) and what counts units: one, tokens, entries completed or entries listed."""
+
+
+CELL_BLOCK = 256
+"""Cells that a sequence of a model with such state takes at a time."""
+
+
+def cells_of_session(n_ctx: int, n_seq_max: int) -> int:
+    """Cells for ``n_ctx`` tokens however they are spread over the sequences: all but one may leave most of a block empty."""
+    return -(-n_ctx // CELL_BLOCK) * CELL_BLOCK + (n_seq_max - 1) * CELL_BLOCK
+
+
+def _taken(cells: KVCells) -> np.ndarray:
+    """bool: which blocks of cells hold tokens."""
+    whole = len(cells.pos) // CELL_BLOCK
+    return (cells.pos[: whole * CELL_BLOCK].reshape(whole, CELL_BLOCK) >= 0).any(axis=1)
 
 
 def entry_rows(n_cells: int, ratio: int) -> int:
@@ -75,7 +90,6 @@ class SequenceStates:
     def __init__(self, caches: Sequence[fmt.Cache], n_cells: int, n_seq_max: int) -> None:
         self.specs = [cache for cache in caches if cache.rows != _CELLS]
         self.n_cells, self.n_seq_max = n_cells, n_seq_max
-        self.cells_per_sequence = n_cells // n_seq_max
         forms = [cache.rows for cache in self.specs]
         self.rows_per_sequence = _ONE_ROW in forms
         self.ratios = tuple(ratio for ratio in RATIOS if {f"C{ratio}": 1} in forms)
@@ -96,25 +110,35 @@ class SequenceStates:
         """Refuse a batch that the states do not lead up to."""
         if not isinstance(batch.seqs, np.ndarray):
             raise RuntimeRefusal("this model keeps state per sequence, so a token belongs to one sequence; give each its own tokens")
+        ends = {}
         for seq in np.unique(batch.seqs).tolist():
             pos = batch.pos[batch.seqs == seq]
             expected = cells.pos_max(seq) + 1
+            ends[seq] = int(pos[-1])
             if pos[0] != expected or (len(pos) > 1 and bool((np.diff(pos) != 1).any())):
                 raise RuntimeRefusal(
                     f"this model keeps state per sequence, so tokens follow one another: position {expected} of sequence {seq} is next, "
                     f"the batch has {int(pos[0])} to {int(pos[-1])}"
-                )
-            if pos[-1] >= self.cells_per_sequence:
-                raise RuntimeRefusal(
-                    f"no room for position {int(pos[-1])} of sequence {seq}: each of {self.n_seq_max} sequences of this model has "
-                    f"{self.cells_per_sequence} cells of its own; use a larger n_ctx or a smaller n_seq_max",
-                    soft=True,
                 )
             if self.rows_per_sequence and expected and self.next[seq] != expected:
                 raise RuntimeRefusal(
                     f"sequence {seq} was cut at position {expected}, but the state of its convolutions is that of position "
                     f"{self.next[seq]}; restore a state saved there, or remove the sequence and evaluate it from the start"
                 )
+        self.check_room({seq: last // CELL_BLOCK - cells.pos_max(seq) // CELL_BLOCK for seq, last in ends.items()}, ends, cells)
+
+    def check_room(self, blocks: Mapping[int, int], ends: Mapping[int, int], cells: KVCells) -> None:
+        """Soft refusal if sequences need more ``blocks`` of cells, by sequence, than are free; ``ends``: their last positions."""
+        if not any(blocks.values()):
+            return
+        free = int((~_taken(cells)).sum())
+        if sum(blocks.values()) > free:
+            seq = max(blocks, key=lambda one: blocks[one])
+            raise RuntimeRefusal(
+                f"no room for position {ends[seq]} of sequence {seq}: sequences of this model take cells in blocks of {CELL_BLOCK}, and "
+                f"{free} of {self.n_cells // CELL_BLOCK} blocks are free; remove a sequence, or use a larger n_ctx",
+                soft=True,
+            )
 
     def check_rm(self, seq: int, p0: int, p1: int, cells: KVCells) -> None:
         """Soft refusal unless the removal is everything, nothing, or a tail that the states can be cut back to."""
@@ -172,11 +196,28 @@ class SequenceStates:
 
     # What belongs to a sequence.
 
-    def cells(self, seqs: np.ndarray | int, pos: np.ndarray) -> np.ndarray:
-        """i32: the cell of each token. Every sequence has cells of its own, in order of position from a multiple of 256 on: attention over
-        such cells adds up in the same order whatever else the cache holds.
+    def cells(self, seqs: np.ndarray | int, pos: np.ndarray, books: KVCells) -> np.ndarray:
+        """i32: free cells for tokens at ``pos``, which ascend within each sequence and lie beyond what it holds; ``check_room`` was asked.
+
+        A sequence takes blocks of ``CELL_BLOCK`` cells and fills them in order of position, whatever other sequences do: the one that is
+        its share of equal parts while nobody else has it, else the first free one.
         """
-        return (seqs * self.cells_per_sequence + pos).astype(np.int32)
+        taken: np.ndarray | None = None
+        seqs = np.broadcast_to(seqs, pos.shape)
+        where = np.empty(len(pos), np.int32)
+        for seq in np.unique(seqs).tolist():
+            mine = np.flatnonzero(seqs == seq)
+            numbers, which = np.unique(pos[mine] // CELL_BLOCK, return_inverse=True)
+            entries = books.list_of(seq)
+            begun = len(entries) > 0 and entries.pos[-1] // CELL_BLOCK == numbers[0]
+            blocks = [int(entries.cells[-1]) // CELL_BLOCK] if begun else []
+            for number in numbers[len(blocks) :].tolist():
+                taken = _taken(books) if taken is None else taken
+                own = seq * (len(taken) // self.n_seq_max) + number
+                blocks.append(int(np.argmin(taken)) if own >= len(taken) or taken[own] else own)
+                taken[blocks[-1]] = True
+            where[mine] = np.array(blocks)[which] * CELL_BLOCK + pos[mine] % CELL_BLOCK
+        return where
 
     def part(self, cache: fmt.Cache, seq: int) -> tuple[int, int]:
         """(first row, rows) of a sequence's part of a cache."""

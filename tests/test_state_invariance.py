@@ -263,6 +263,31 @@ def test_the_prefix_kept_is_one_the_state_can_go_on_from(artifact, reference):
         assert np.array_equal(s.decode(tokens[kept:110], logits="all"), reference[kept:110])
 
 
+def test_sequences_share_the_context_unevenly(artifact):  # S9, S40
+    """One sequence may take nearly all of ``n_ctx``, around cells of another, and move to where that one was."""
+    if sequences(artifact) == 1:
+        pytest.skip("one sequence only")
+    tokens = random_tokens(artifact, 400)
+    with session(artifact, n_ctx=512, n_seq_max=1) as s:
+        alone = s.decode(tokens, logits="all")
+    with session(artifact, n_ctx=512, n_seq_max=2, n_ubatch=64) as s:
+        first = s.decode(tokens[:60], seq=1, logits="all")
+        long = s.decode(tokens, seq=0, logits="all")
+        first = np.concatenate([first, s.decode(tokens[60:100], seq=1, logits="all")])
+        saved = io.BytesIO()
+        s.state_save(saved, 0)
+        s.seq_rm(0)
+        first = np.concatenate([first, s.decode(tokens[100:395], seq=1, logits="all")])
+        s.seq_rm(1)
+        s.state_load(saved.getvalue(), 1)
+        moved = s.decode(tokens[:8], seq=1, logits="all")
+    with session(artifact, n_ctx=512, n_seq_max=1) as s:
+        s.decode(tokens)
+        assert np.array_equal(moved.view(np.uint32), s.decode(tokens[:8], logits="all").view(np.uint32))
+    assert np.array_equal(long.view(np.uint32), alone.view(np.uint32))
+    assert np.array_equal(first.view(np.uint32), alone[:395].view(np.uint32))
+
+
 def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, reference):  # S54, S106
     """After each refusal the sequence goes on as if nothing had been asked."""
     from ggufc.runtime.errors import RuntimeRefusal
@@ -278,7 +303,7 @@ def test_what_the_state_cannot_follow_is_refused_before_cells_change(artifact, r
             "cannot be moved": s.shift_context,
             "from the middle": lambda: s.seq_rm(0, 3, 5),
             r"position \d+ of sequence 0 is next": lambda: s.decode([5], [148]),
-            "no room for position": lambda: s.decode([5] * (768 // s.n_seq_max - 99)),
+            "no room for position": lambda: s.decode([5] * (s.n_ctx - 99)),
         }
         for message, call in calls.items():
             with pytest.raises(RuntimeRefusal, match=message):

@@ -13,7 +13,7 @@ from ggufc.formats.artifact import Cache, Input
 from ggufc.runtime.batch import make_batch
 from ggufc.runtime.errors import RuntimeRefusal
 from ggufc.runtime.kvcells import KVCells
-from ggufc.runtime.state_inputs import SHAPES, SequenceStates, entry_rows, input_values, symbols
+from ggufc.runtime.state_inputs import SHAPES, SequenceStates, cells_of_session, entry_rows, input_values, symbols
 from sparse_runner import Batch as Loops
 from sparse_runner import Runtime
 
@@ -59,7 +59,7 @@ def test_inputs_are_those_of_the_loops(rounds):  # S44 S52
     for lengths, order in rounds:
         batch = batch_of(cells, lengths, order)
         states.check(batch, cells)
-        cells.insert_at(states.cells(batch.seqs, batch.pos), batch.pos, batch.seqs)
+        cells.insert_at(states.cells(batch.seqs, batch.pos, cells), batch.pos, batch.seqs)
         loops = Loops(slow, [1] * len(batch), batch.pos.tolist(), batch.seqs.tolist(), [0])
         loops.sequences.sort()
         step = states.step(batch)
@@ -88,7 +88,7 @@ def test_a_token_sees_the_blocks_of_128_that_end_with_it_or_before(size):  # S42
     for at in range(0, length, size):
         n = min(size, length - at)
         batch = batch_of(cells, dict.fromkeys(seen, n), [0, 2] * n)
-        cells.insert_at(states.cells(batch.seqs, batch.pos), batch.pos, batch.seqs)
+        cells.insert_at(states.cells(batch.seqs, batch.pos, cells), batch.pos, batch.seqs)
         step = states.step(batch)
         rows = step.values("entry_cells", 128)
         for seq, pos, (base, lo, hi) in zip(batch.seqs.tolist(), batch.pos.tolist(), step.values("entry_visible", 128).reshape(-1, 3)):
@@ -98,6 +98,38 @@ def test_a_token_sees_the_blocks_of_128_that_end_with_it_or_before(size):  # S42
     for visible in seen.values():
         assert visible == [(p, (p + 1) // 128) for p in range(length)]
         assert dict(visible)[126] == 0 and dict(visible)[127] == dict(visible)[254] == 1 and dict(visible)[255] == 2
+
+
+def test_blocks_of_cells_go_to_whoever_needs_them():
+    """Sequences fill whole blocks in order of position; a removed sequence leaves its blocks to others; too many are refused."""
+    size = cells_of_session(600, 2)
+    states, cells = SequenceStates(COMPRESSED, size, 2), KVCells(size, 2, 256)
+
+    def add(seq, n):
+        first = cells.pos_max(seq) + 1
+        batch = make_batch(cells, [1] * n, list(range(first, first + n)), seq, "last", 10)
+        states.check(batch, cells)
+        cells.insert_at(states.cells(batch.seqs, batch.pos, cells), batch.pos, batch.seqs)
+
+    def blocks(seq):
+        held = cells.list_of(seq)
+        assert np.array_equal(held.cells % 256, held.pos % 256)
+        return [int(c) // 256 for c in held.cells[::256]]
+
+    assert size == 1024
+    add(1, 10)
+    add(0, 200)
+    add(0, 400)
+    assert blocks(1) == [2] and blocks(0) == [0, 1, 3]
+    add(1, 246)
+    with pytest.raises(RuntimeRefusal, match=r"no room for position 256 of sequence 1: .* and 0 of 4 blocks are free") as refused:
+        add(1, 1)
+    assert refused.value.soft
+    cells.seq_rm(0)
+    add(1, 300)
+    assert blocks(1) == [2, 3, 0]
+    add(0, 1)
+    assert blocks(0) == [1]
 
 
 def test_a_state_row_is_read_from_position_1_on():
@@ -118,7 +150,7 @@ def test_inputs_nobody_can_fill(kind, ratio):
 def filled(caches, n, n_seq=1):
     states, cells = SequenceStates(caches, 1536, n_seq), KVCells(1536, n_seq, 256)
     pos = np.arange(n, dtype=np.int32)
-    cells.insert_at(states.cells(0, pos), pos, np.zeros(n, np.int32))
+    cells.insert_at(states.cells(0, pos, cells), pos, np.zeros(n, np.int32))
     states.next[0] = n
     return states, cells
 
