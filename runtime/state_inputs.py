@@ -54,7 +54,7 @@ def cells_of_session(n_ctx: int, n_seq_max: int) -> int:
 def _taken(cells: KVCells) -> np.ndarray:
     """bool: which blocks of cells hold tokens."""
     whole = len(cells.pos) // CELL_BLOCK
-    return (cells.pos[: whole * CELL_BLOCK].reshape(whole, CELL_BLOCK) >= 0).any(axis=1)
+    return np.asarray((cells.pos[: whole * CELL_BLOCK].reshape(whole, CELL_BLOCK) >= 0).any(axis=1))
 
 
 def entry_rows(n_cells: int, ratio: int) -> int:
